@@ -1,0 +1,1 @@
+"""Decentralized, peer-to-peer pre-training of language models."""

@@ -1,0 +1,1 @@
+"""Named tensors between authenticated peers, over libp2p."""

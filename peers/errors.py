@@ -1,0 +1,55 @@
+"""Every error that this package raises.
+
+    PeersError
+    ├── AddressError            an address is malformed; nothing was tried
+    ├── IdentityError           the key file is unreadable, unsafe or not ours
+    ├── DaemonError             p2pd did not start, or it ended
+    ├── UnreachableError        an address or a peer did not answer
+    ├── ProtocolError           the other side sent what the protocol does not allow
+    │   ├── WireError           a frame is garbled, truncated or over its limit
+    │   └── LayoutError         tensors have other names, shapes or dtypes than agreed
+    ├── RefusedError            the other side answered, and said no
+    └── NoDonorError            nobody could give the whole state
+
+A message names the value, the reason and what to do.
+"""
+
+
+class PeersError(Exception):
+    """Base of all errors here. Its text is one line, fit for a user."""
+
+
+class AddressError(PeersError):
+    """Raised when an address cannot be parsed, before anything is dialled."""
+
+
+class IdentityError(PeersError):
+    """Raised when the identity file cannot be read, written, or holds no Ed25519 key."""
+
+
+class DaemonError(PeersError):
+    """Raised when p2pd does not start in time, or has ended."""
+
+
+class UnreachableError(PeersError):
+    """Raised when a peer cannot be dialled, or does not answer in time."""
+
+
+class ProtocolError(PeersError):
+    """Raised when the other side breaks the protocol. The stream is closed."""
+
+
+class WireError(ProtocolError):
+    """Raised when a frame is garbled, truncated, or larger than its limit. Nothing was kept."""
+
+
+class LayoutError(ProtocolError):
+    """Raised when announced tensors differ from what was agreed, before allocation."""
+
+
+class RefusedError(PeersError):
+    """Raised when the other side answers with a refusal; the text carries its reason."""
+
+
+class NoDonorError(PeersError):
+    """Raised when no donor could give the whole state. Nothing was changed."""

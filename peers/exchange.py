@@ -1,0 +1,109 @@
+"""The one interface through which a trainer sees the network in a round.
+
+Two implementations, held to one contract test suite: `peers.stream_exchange.StreamExchange` (over libp2p
+streams, or over in-memory pipes) and `peers.memory_exchange.MemoryExchange` (one process, no bytes).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+import torch
+
+PeerId = str
+"""A libp2p peer id in base58; for an Ed25519 identity it holds the public key itself."""
+
+Tensors = Mapping[str, torch.Tensor]
+"""Named tensors. Order does not matter: both sides send in sorted order of names."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Slot:
+    """Which exchange of a run this is. Two peers trade only when their slots are equal."""
+
+    round: int
+    mix: int = 0
+    """Index of the mix within the round, for several mixes a round."""
+    phase: str = ""
+    """Part of a mix: "" for a plain swap; "scatter" and "gather" in an all-reduce; a fragment's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype of one tensor, known before a byte of it is received."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+Layout = Mapping[str, TensorSpec]
+
+
+def layout_of(tensors: Tensors) -> dict[str, TensorSpec]:
+    """The layout of named tensors, as the other side must announce it."""
+    return {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What we send one partner and what we expect of it."""
+
+    send: Tensors
+    expect: Layout | None = None
+    """None: the same layout as `send`."""
+    note: Mapping[str, float] = field(default_factory=dict)
+    """Small numbers for the partner's use: steps, tokens. At most 16 entries."""
+
+
+class Answer(StrEnum):
+    """How one trade ended. The first five are answers in a hello; the others are found out here."""
+
+    ACCEPT = "accept"
+    BEHIND = "behind"
+    """The partner has not reached our round."""
+    AHEAD = "ahead"
+    """The partner is past our round; `Swap.their_round` says where."""
+    PAIRED_ELSEWHERE = "paired-elsewhere"
+    BUSY = "busy"
+    REFUSED = "refused"
+    UNREACHABLE = "unreachable"
+    TIMEOUT = "timeout"
+    BROKEN = "broken"
+    """The stream ended, stalled or was garbled in the middle of a trade."""
+    STOPPED = "stopped"
+    """We ourselves were told to stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """The outcome of one trade with one partner: all of its tensors, or none."""
+
+    answer: Answer
+    reason: str
+    """In words, fit for a log line."""
+    tensors: Tensors | None = None
+    """Whole, checksummed, of the expected layout, acknowledged by both; ours to keep. None unless ACCEPT."""
+    note: Mapping[str, float] = field(default_factory=dict)
+    their_round: int | None = None
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    seconds: float = 0.0
+
+
+class Exchange(Protocol):
+    """Trades named tensors with partners in one slot."""
+
+    @property
+    def me(self) -> PeerId: ...
+
+    async def swap(self, slot: Slot, offers: Mapping[PeerId, Offer], *, timeout_s: float) -> dict[PeerId, Swap]:
+        """Trades with every partner in `offers` at once, both directions at once.
+
+        Returns one `Swap` for each partner within about `timeout_s` plus the time that a transfer which
+        makes progress needs; never raises for what a partner does or fails to do. `offers` may be empty.
+        A partner not yet at this slot is waited for, up to `timeout_s`. Sent tensors must not change before
+        this returns; they are only read. Slots must not decrease from call to call: a partner that asks for
+        an earlier slot is answered `ahead` with our round.
+        """
+        ...
