@@ -11,7 +11,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from gasloc.errors import RecipeError
 
-Topology = Literal["1-peer", "2-peer", "all-to-all", "ring", "exponential", "none"]
+Topology = Literal[
+    "1-peer", "2-peer", "all-to-all", "ring", "exponential", "none", "syncer", "ddp", "dadam", "local-dadam", "noloco"
+]
+SIMULATED_ONLY = frozenset({"ddp", "dadam", "local-dadam", "noloco"})
+"""Baselines that `gasloc simulate` runs and real peers do not."""
 DataSource = Literal["stdlib", "sotu", "own"]
 
 
@@ -60,6 +64,8 @@ class InnerConfig(_Section):
 class OuterConfig(_Section):
     """The outer optimizer, fed `theta - mix` as its gradient. See `gasloc.outer`."""
 
+    rule: Literal["gasloc", "published"] = "gasloc"
+    """`published`: the Laplacian form, in the simulator only. See `gasloc.published`."""
     optimizer: Literal["sgd", "adam"] = "sgd"
     learning_rate: float = Field(0.7, gt=0, le=10)
     momentum: float = Field(0.5, ge=0, lt=1)
@@ -73,6 +79,18 @@ class ExchangeConfig(_Section):
     codec: Literal["fp32", "fp16", "bf16"] = "fp32"
     grace_s: float = Field(10.0, gt=0, le=3_600)
     """How long a peer waits for a partner that is not yet at its round, seconds."""
+
+
+class SyncerConfig(_Section):
+    """Decoupled DiLoCo's syncer. Used where `topology = "syncer"`. See `gasloc.syncer_rules`."""
+
+    quorum: int = Field(1, ge=1, le=100_000)
+    """Learners that must have reported a fragment before it is merged (K)."""
+    grace_share: float = Field(0.5, ge=0, lt=1)
+    """Share of the network's slack that is spent waiting for more learners (g)."""
+    overlap_steps: int = Field(2, ge=0, le=10_000)
+    """Steps a learner may train before the merged fragment is due back (tau)."""
+    merge: Literal["rda", "mean"] = "rda"
 
 
 class EvaluationConfig(_Section):
@@ -91,6 +109,10 @@ class Recipe(_Section):
     topology: Topology = "2-peer"
     local_steps: int = Field(15, ge=1, le=1_000_000)
     """Local AdamW steps a round (H)."""
+    mixes: int = Field(1, ge=1, le=16)
+    """Mixes a round, one after another, each with partners of its own (k)."""
+    fragments: int = Field(1, ge=1, le=10_000)
+    """Parts of the model that travel at different steps of a round (P)."""
     data: DataSource = "stdlib"
     """`own`: each peer brings its own text with `--data`."""
     stale_rounds: int = Field(5, ge=1)
@@ -99,7 +121,17 @@ class Recipe(_Section):
     inner: InnerConfig = InnerConfig()
     outer: OuterConfig = OuterConfig()
     exchange: ExchangeConfig = ExchangeConfig()
+    syncer: SyncerConfig = SyncerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+
+    @model_validator(mode="after")
+    def _check_fragments(self) -> Self:
+        if self.fragments > self.local_steps:
+            raise ValueError(
+                f"fragments {self.fragments} is more than local_steps {self.local_steps}: "
+                "each fragment is due once in that many steps; raise local_steps or lower fragments"
+            )
+        return self
 
     @property
     def digest(self) -> str:
