@@ -1,0 +1,92 @@
+"""What of a model travels, and in which precision."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from gasloc.errors import ModelError
+from peers.exchange import Tensors
+
+
+class Replica:
+    """A model's trainable parameters and floating-point buffers as named float32 CPU tensors.
+
+    Tied parameters appear once, under their first name; two parameters that share one storage count as tied.
+    Frozen parameters, integer buffers and buffers that are not persistent do not appear. float64 stays
+    float64. The prefix that `torch.compile` puts before names is dropped, so that a peer that compiles agrees
+    with one that does not. Raises `ModelError` for a model with nothing to train or with complex parameters.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._parameters = {_plain(name): trainable[name] for name in _distinct(trainable.items())}
+        persistent = model.state_dict().keys()
+        floating = [(n, b) for n, b in model.named_buffers() if n in persistent and b.is_floating_point()]
+        self._buffer_names = _distinct(floating)
+        if not self._parameters:
+            raise ModelError("the model has no parameter that requires a gradient: there is nothing to train")
+        for name, parameter in self._parameters.items():
+            if not parameter.is_floating_point():
+                raise ModelError(f"parameter '{name}' is {parameter.dtype}: only real numbers can be mixed")
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Copies of the parameters as they are."""
+        return {name: _wide(p).to("cpu", copy=True) for name, p in self._parameters.items()}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Copies of the buffers as they are."""
+        return {name: _wide(b).to("cpu", copy=True) for name, b in self._present_buffers().items()}
+
+    def moved(self, start: Tensors) -> dict[str, Tensor]:
+        """phi: the parameters after local training that began at `start`, and the buffers. To be read only.
+
+        For float32 and float64 on the CPU these are the model's own tensors, without a copy. Half precision
+        rounds `start` when it is put into the model, so there phi = start + (now - rounded start): the
+        rounding cancels, and an outer update too small for bf16 is not lost but carried on in `start`.
+        """
+        phi: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            now = parameter.detach()
+            if now.dtype in (torch.float32, torch.float64):
+                phi[name] = now.to("cpu")
+            else:
+                rounded = start[name].to(now.dtype).to(torch.float32)
+                phi[name] = start[name] + (now.to("cpu", torch.float32) - rounded)
+        return phi | {name: _wide(b).to("cpu") for name, b in self._present_buffers().items()}
+
+    @torch.no_grad()
+    def assign(self, parameters: Tensors, buffers: Tensors) -> None:
+        """Puts values into the model in place, so that ties, views and the optimizer's references hold."""
+        for name, parameter in self._parameters.items():
+            parameter.copy_(parameters[name])
+        for name, buffer in self._present_buffers().items():
+            buffer.copy_(buffers[name])
+
+    def _present_buffers(self) -> dict[str, Tensor]:
+        """Looked up anew each time: a module may replace a buffer by another tensor."""
+        present = dict(self._model.named_buffers())
+        return {_plain(name): present[name].detach() for name in self._buffer_names}
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """The tensor as float32, or as it is where it is float64."""
+    return tensor.detach() if tensor.dtype == torch.float64 else tensor.detach().to(torch.float32)
+
+
+def _plain(name: str) -> str:
+    return name.replace("_orig_mod.", "")
+
+
+def _distinct(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """The names of those with a storage of their own; the first name of each wins."""
+    seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
+    names = []
+    for name, tensor in tensors:
+        place = tensor.data_ptr(), tensor.shape, tensor.stride()
+        if tensor.numel() and place in seen:
+            continue
+        seen.add(place)
+        names.append(name)
+    return names
