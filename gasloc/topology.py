@@ -9,7 +9,6 @@ Every matrix here is symmetric and doubly stochastic with a positive diagonal, w
 
 import hashlib
 from collections.abc import Callable, Collection, Sequence
-from enum import StrEnum
 from itertools import count
 from typing import Literal, get_args
 
@@ -33,9 +32,7 @@ _Indices = NDArray[np.int64]
 _Array = NDArray[np.float64]
 
 
-def row(
-    name: str, *, round: int, members: Collection[str], me: str, seed: int, mix: int = 0
-) -> dict[str, float]:
+def row(name: str, *, round: int, members: Collection[str], me: str, seed: int, mix: int = 0) -> dict[str, float]:
     """One peer's row of this round's mixing matrix: weights by peer id, its own included; they sum to 1.
 
     A peer that rests (the odd one out, or the only one) gets `{me: 1.0}`. `mix` is the index of the mix within
@@ -62,9 +59,7 @@ def row(
     return {me: weight} | {ordered[index]: weight for index in neighbours}
 
 
-def candidates(
-    name: str, *, round: int, members: Collection[str], me: str, seed: int, mix: int = 0
-) -> list[str]:
+def candidates(name: str, *, round: int, members: Collection[str], me: str, seed: int, mix: int = 0) -> list[str]:
     """Whom to ask next, best first, when the partners of `row` are not to be had. Does not repeat those.
 
     `1-peer`: by hash of the pair, so two left over that try in order meet. `2-peer`: outward along the ring, the
@@ -113,9 +108,7 @@ def _check_name(name: str) -> None:
         raise RecipeError(f"topology '{name}' is unknown: choose one of {', '.join(NAMES)}")
 
 
-def _neighbours(
-    name: str, ordered: Sequence[str], mine: int, *, round: int, seed: int, mix: int
-) -> list[int]:
+def _neighbours(name: str, ordered: Sequence[str], mine: int, *, round: int, seed: int, mix: int) -> list[int]:
     """Positions in `ordered` of the neighbours of the member at position `mine`, without repeats."""
     n = len(ordered)
     if n == 1 or name == "none":

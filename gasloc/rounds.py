@@ -1,0 +1,40 @@
+"""Which round a peer takes next, and whether it is so far behind that it needs fresh state. Pure decisions."""
+
+from collections.abc import Collection
+from statistics import median_low
+
+
+def next_round(mine: int, others: Collection[int]) -> tuple[int, str]:
+    """The round after `mine`, and why. `others`: the rounds that the other training members are in.
+
+    Normally `mine + 1`. A peer behind the median of the others jumps to that median: an old round would find no
+    partner. The lower median is taken, so that of two others one far ahead, or lying, moves nobody. A peer ahead
+    goes on by one; nobody steps back.
+    """
+    following = mine + 1
+    if not others:
+        return following, f"no other member is training: round {following} follows {mine}"
+    middle = median_low(others)
+    if middle > following:
+        return middle, f"behind: the others are at round {middle} by their median, we ended round {mine}; jumping there"
+    if middle < mine:
+        return following, f"ahead of the others' median round {middle}: round {following} follows {mine}"
+    return following, f"in step with the others' median round {middle}: round {following} follows {mine}"
+
+
+def is_stale(mine: int, others: Collection[int], stale_rounds: int) -> tuple[bool, str]:
+    """Whether our parameters are too old to mix with the others', and why.
+
+    True where the (lower) median of the others is more than `stale_rounds` rounds ahead of `mine`: such a peer
+    takes the swarm's state first. Raises `ValueError` for `stale_rounds` below 1.
+    """
+    if stale_rounds < 1:
+        raise ValueError(f"stale_rounds is {stale_rounds}: it must be at least 1")
+    if not others:
+        return False, "no other member is training: there is nobody to be behind"
+    lag = median_low(others) - mine
+    if lag > stale_rounds:
+        return True, f"{lag} rounds behind the others' median, more than {stale_rounds}: taking the swarm's state"
+    if lag > 0:
+        return False, f"{lag} rounds behind the others' median, within {stale_rounds}: keeping our own state"
+    return False, "not behind the others' median: keeping our own state"
