@@ -1,0 +1,116 @@
+"""How many local steps a peer takes this round, so that its round is as long as everybody's.
+
+A peer on a thin link or a slow chip takes fewer steps, and nobody waits for it. Pure: the times that peers
+publish go in, a number and its reason come out. The round's length follows from the reference H, never from the
+numbers of steps that peers chose, so choices do not act on each other and cannot swing. (Dynamic local updates,
+"DyLU", of Liu et al., arXiv 2401.09135, where the link's time counts as well.)
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gasloc.errors import RecipeError
+
+SMOOTHING_SHARE = 0.7
+"""Weight of the newest measurement. What is left of a tenfold change after five rounds is under 3 %."""
+
+_KEEP = 0.1
+"""The steps are kept while the wanted number stays within this share of them: times jitter by a few percent."""
+_KEEP_STEPS = 0.25
+"""The same for few steps, in steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast a peer is, as moving averages."""
+
+    step_time_s: float
+    """Seconds of one local step. 0 or not finite: not measured yet."""
+    exchange_time_s: float
+    """Seconds of a round that go into the exchange and that training could not hide; without the wait for a
+    partner that is late, else one slow peer would make the others look slow. May be 0; not finite: unknown."""
+
+    @property
+    def known(self) -> bool:
+        """Whether both times are measured."""
+        return _is_time(self.step_time_s) and self.step_time_s > 0 and _is_time(self.exchange_time_s)
+
+
+def smooth(previous: float, measured: float, share: float = SMOOTHING_SHARE) -> float:
+    """Moving average of a measured time, seconds: `previous + share * (measured - previous)`.
+
+    A `previous` of 0 or not finite stands for no average yet, and `measured` is taken as it is. A `measured`
+    that is negative or not finite is no measurement, and `previous` is kept. Raises `ValueError` for a share
+    outside (0, 1].
+    """
+    if not 0 < share <= 1:
+        raise ValueError(f"share {share} of the newest measurement is not in (0, 1]")
+    if not _is_time(measured):
+        return previous
+    if not _is_time(previous) or previous == 0:
+        return measured
+    return previous + share * (measured - previous)
+
+
+def round_length_s(members: Sequence[Pace], reference_steps: int) -> float | None:
+    """The round's length T in seconds: the median over members of `H * step_time + exchange_time`.
+
+    Members (oneself included) whose pace is unknown are left out. None where no pace is known.
+    """
+    lengths_s = [reference_steps * pace.step_time_s + pace.exchange_time_s for pace in members if pace.known]
+    return statistics.median(lengths_s) if lengths_s else None
+
+
+def local_steps(
+    own: Pace, members: Sequence[Pace], reference_steps: int, maximum: int, *, previous: int | None = None
+) -> tuple[int, str]:
+    """A peer's local steps H_i for the next round, and the reason in words.
+
+    `H_i = clamp(floor((T - c_i) / s_i), 1, maximum)`, where T is `round_length_s`, c_i our exchange time and s_i
+    our step time. `members` are everybody's paces, our own included. Unknown paces give the reference.
+
+    `previous`, our steps of the last round, damps it: they are kept while the wanted number is within a tenth of
+    them (or a quarter of a step), and the reference is taken when it is within half of that. So measurements
+    that jitter by a few percent change nothing, and after a change the steps settle within five rounds, without
+    overshoot where the averages come from `smooth`. None gives the formula alone.
+
+    Raises `RecipeError` where `reference_steps` or `maximum` is under 1.
+    """
+    if reference_steps < 1 or maximum < 1:
+        raise RecipeError(f"local_steps = {reference_steps}, at most {maximum}: a round has at least 1 step")
+    reference = min(reference_steps, maximum)
+    if not own.known:
+        return reference, f"the recipe's {reference} steps: own step or exchange time is not measured yet"
+    length_s = round_length_s(members, reference_steps)
+    if length_s is None:
+        return reference, f"the recipe's {reference} steps: no member has published its pace yet"
+    wanted = (length_s - own.exchange_time_s) / own.step_time_s
+    # Equal peers want exactly H; rounding must not make that H - 1.
+    wanted += 1e-6 * reference_steps
+    times = f"a step takes {own.step_time_s:.3g} s and the exchange {own.exchange_time_s:.3g} s"
+    round_words = f"of a round of {length_s:.3g} s"
+    if wanted < 1:
+        return 1, f"1 step, the least: {times} {round_words}"
+    if wanted >= maximum + 1:
+        return maximum, f"{maximum} steps, the most allowed: {times} {round_words}"
+    if previous is not None and 1 <= previous <= maximum:
+        if _near(wanted, reference, _margin(reference) / 2):
+            return reference, f"{reference} steps, the recipe's: {times} {round_words}"
+        if _near(wanted, previous, _margin(previous)):
+            return previous, f"{previous} steps as before: {times} {round_words}"
+    return math.floor(wanted), f"{math.floor(wanted)} steps: {times} {round_words}"
+
+
+def _near(wanted: float, steps: int, margin: float) -> bool:
+    """Whether `steps` is the floor of `wanted`, give or take `margin` steps."""
+    return steps - margin <= wanted < steps + 1 + margin
+
+
+def _margin(steps: int) -> float:
+    return max(_KEEP_STEPS, _KEEP * steps)
+
+
+def _is_time(seconds: float) -> bool:
+    return math.isfinite(seconds) and seconds >= 0

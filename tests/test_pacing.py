@@ -1,0 +1,222 @@
+"""Local steps per peer: the formula, unknown times, and how the choice settles after a change."""
+
+import itertools
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gasloc.errors import RecipeError
+from gasloc.pacing import Pace, local_steps, round_length_s, smooth
+
+# A busy machine may take any time for one example.
+anytime = settings(deadline=None)
+
+PEERS = 8
+MAXIMUM = 1_000
+UNKNOWN = [Pace(0.0, 1.0), Pace(math.nan, 1.0), Pace(math.inf, 1.0), Pace(-1.0, 1.0), Pace(1.0, math.nan)]
+
+step_times_s = st.floats(1e-3, 100)
+paces = st.builds(Pace, step_times_s, st.floats(0, 1_000))
+
+
+def is_within_a_tenth(steps: int, pace: Pace, length_s: float) -> bool:
+    """Whether a peer's round is as long as everybody's: not over by a tenth, nor a step and a tenth short."""
+    wanted = (length_s - pace.exchange_time_s) / pace.step_time_s
+    if steps == 1 and wanted < 2.25:
+        return True
+    return wanted - 1 - max(0.26, 0.11 * steps) <= steps <= wanted + max(0.26, 0.11 * steps)
+
+
+def simulate(rounds: list[list[Pace]], reference_steps: int) -> list[list[int]]:
+    """Peers that measure these true paces, smooth, publish and choose; their steps after each round."""
+    averages = [Pace(0.0, math.nan)] * len(rounds[0])
+    steps = [reference_steps] * len(rounds[0])
+    chosen = []
+    for measured in rounds:
+        averages = [
+            Pace(
+                smooth(average.step_time_s, now.step_time_s),
+                smooth(average.exchange_time_s, now.exchange_time_s),
+            )
+            for average, now in zip(averages, measured, strict=True)
+        ]
+        steps = [
+            local_steps(own, averages, reference_steps, MAXIMUM, previous=before)[0]
+            for own, before in zip(averages, steps, strict=True)
+        ]
+        chosen.append(steps)
+    return chosen
+
+
+def test_hand_worked_steps() -> None:
+    members = [Pace(1.0, 3.0), Pace(1.0, 3.0), Pace(1.0, 3.0), Pace(10.0, 3.0), Pace(1.0, 30.0)]
+    assert round_length_s(members, 30) == 33.0
+    assert local_steps(members[0], members, 30, 100)[0] == 30
+    assert local_steps(members[3], members, 30, 100)[0] == 3
+    assert local_steps(members[4], members, 30, 100)[0] == 3
+    assert local_steps(Pace(0.5, 3.0), members, 30, 100)[0] == 60
+    assert local_steps(Pace(0.7, 3.0), members, 30, 100) == (
+        42,
+        "42 steps: a step takes 0.7 s and the exchange 3 s of a round of 33 s",
+    )
+
+
+def test_the_length_is_a_median_of_even_and_odd_members() -> None:
+    assert round_length_s([Pace(1, 0), Pace(2, 0)], 10) == 15.0
+    assert round_length_s([Pace(1, 0), Pace(2, 0), Pace(1e9, 0)], 10) == 20.0
+
+
+def test_the_steps_are_clamped_and_say_so() -> None:
+    members = [Pace(1.0, 1.0)] * 3
+    steps, reason = local_steps(Pace(1.0, 1e9), members, 30, 100)
+    assert steps == 1
+    assert reason == "1 step, the least: a step takes 1 s and the exchange 1e+09 s of a round of 31 s"
+    steps, reason = local_steps(Pace(1e-9, 0.0), members, 30, 100)
+    assert steps == 100
+    assert reason.startswith("100 steps, the most allowed: ")
+    assert local_steps(Pace(1e-320, 0.0), members, 30, 100)[0] == 100
+
+
+@pytest.mark.parametrize("unknown", UNKNOWN)
+def test_an_unknown_own_pace_gives_the_reference_and_says_why(unknown: Pace) -> None:
+    assert not unknown.known
+    steps, reason = local_steps(unknown, [Pace(1.0, 1.0)], 30, 100, previous=7)
+    assert steps == 30
+    assert reason == "the recipe's 30 steps: own step or exchange time is not measured yet"
+    assert local_steps(unknown, [Pace(1.0, 1.0)], 30, 20)[0] == 20
+
+
+@pytest.mark.parametrize("unknown", UNKNOWN)
+def test_unknown_members_are_left_out(unknown: Pace) -> None:
+    known = [Pace(1.0, 3.0), Pace(2.0, 3.0), Pace(3.0, 3.0)]
+    assert round_length_s([unknown, *known, unknown], 30) == round_length_s(known, 30)
+    assert round_length_s([unknown], 30) is None
+    assert local_steps(known[0], [unknown], 30, 100) == (
+        30,
+        "the recipe's 30 steps: no member has published its pace yet",
+    )
+
+
+@pytest.mark.parametrize(("reference", "maximum"), [(0, 10), (10, 0), (-3, 10)])
+def test_a_round_without_steps_is_refused(reference: int, maximum: int) -> None:
+    with pytest.raises(RecipeError, match=rf"local_steps = {reference}, at most {maximum}"):
+        local_steps(Pace(1, 1), [Pace(1, 1)], reference, maximum)
+
+
+@anytime
+@given(paces, st.integers(1, 1_000), st.integers(1, 9))
+def test_equal_peers_take_exactly_the_reference(pace: Pace, reference: int, count: int) -> None:
+    assert local_steps(pace, [pace] * count, reference, 10_000)[0] == reference
+    assert local_steps(pace, [pace] * count, reference, 10_000, previous=reference)[0] == reference
+
+
+@anytime
+@given(
+    paces, st.lists(paces, min_size=1, max_size=9), st.integers(1, 1_000), st.integers(1, 1_000), st.integers(1, 1_000)
+)
+def test_the_steps_are_in_bounds_and_no_longer_than_the_round(
+    own: Pace, members: list[Pace], reference: int, maximum: int, previous: int
+) -> None:
+    length_s = round_length_s(members, reference)
+    assert length_s is not None
+    steps, _ = local_steps(own, members, reference, maximum)
+    assert 1 <= steps <= maximum
+    slack_s = 2e-6 * reference * own.step_time_s
+    if steps > 1:
+        assert steps * own.step_time_s + own.exchange_time_s <= length_s + slack_s
+    if steps < maximum:
+        assert (steps + 1) * own.step_time_s + own.exchange_time_s > length_s - slack_s
+    damped, _ = local_steps(own, members, reference, maximum, previous=previous)
+    assert 1 <= damped <= maximum
+    if 1 < damped < maximum:
+        assert is_within_a_tenth(damped, own, length_s)
+
+
+@anytime
+@given(st.floats(0.01, 10), st.floats(0, 1), st.integers(1, 200), st.booleans())
+def test_one_peer_that_slows_tenfold_and_recovers_settles_in_five_rounds(
+    step_time_s: float, exchange_share: float, reference: int, slow_link: bool
+) -> None:
+    exchange_time_s = exchange_share * reference * step_time_s
+    usual = Pace(step_time_s, exchange_time_s)
+    slow = Pace(step_time_s, 10 * exchange_time_s) if slow_link else Pace(10 * step_time_s, exchange_time_s)
+    others = [usual] * (PEERS - 1)
+    chosen = simulate(
+        [[*others, usual]] * 3 + [[*others, slow]] * 12 + [[*others, usual]] * 12,
+        reference,
+    )
+    assert all(steps[:-1] == [reference] * (PEERS - 1) for steps in chosen), "nobody else is disturbed"
+    mine = [steps[-1] for steps in chosen]
+    assert mine[:3] == [reference] * 3
+    slowing, recovering = mine[2:15], mine[14:]
+    assert all(earlier >= later for earlier, later in itertools.pairwise(slowing)), "no swing on the way down"
+    assert all(earlier <= later for earlier, later in itertools.pairwise(recovering)), "none on the way up"
+    assert len(set(mine[3 + 4 : 15])) == 1, "settled by the fifth round after the change"
+    length_s = reference * step_time_s + exchange_time_s
+    assert is_within_a_tenth(mine[14], slow, length_s)
+    assert mine[15 + 4 :] == [reference] * 8, "back at the recipe's steps by the fifth round"
+
+
+@anytime
+@given(st.integers(0, 2**32), st.integers(4, 60), st.floats(0, 1), st.floats(2, 10))
+def test_jitter_of_a_few_percent_does_not_make_the_steps_swing(
+    seed: int, reference: int, exchange_share: float, slowness: float
+) -> None:
+    chance = random.Random(seed)
+    usual = Pace(1.0, exchange_share * reference / 2)
+    slow = Pace(slowness, usual.exchange_time_s)
+
+    def jitter(pace: Pace) -> Pace:
+        return Pace(
+            pace.step_time_s * chance.uniform(0.985, 1.015), pace.exchange_time_s * chance.uniform(0.985, 1.015)
+        )
+
+    chosen = simulate(
+        [[jitter(pace) for pace in [*[usual] * (PEERS - 1), slow]] for _ in range(60)],
+        reference,
+    )
+    assert all(steps[:-1] == [reference] * (PEERS - 1) for steps in chosen)
+    mine = [steps[-1] for steps in chosen]
+    assert max(mine) - min(mine) <= max(1, round(0.15 * max(mine)))
+    turns = sum(earlier != later for earlier, later in itertools.pairwise(mine[5:]))
+    assert turns <= 2
+
+
+def test_a_round_under_one_straggler_is_as_long_as_one_without() -> None:
+    usual = Pace(0.1, 0.5)
+    straggler = Pace(1.0, 0.5)
+    chosen = simulate([[*[usual] * 7, straggler]] * 10, 30)[-1]
+    lengths_s = [
+        steps * pace.step_time_s + pace.exchange_time_s
+        for steps, pace in zip(chosen, [*[usual] * 7, straggler], strict=True)
+    ]
+    assert chosen == [30] * 7 + [3]
+    assert max(lengths_s) == pytest.approx(30 * 0.1 + 0.5, rel=1e-12)
+
+
+def test_smoothing_by_hand() -> None:
+    assert smooth(2.0, 4.0, 0.25) == 2.5
+    assert smooth(2.0, 4.0, 1.0) == 4.0
+    assert smooth(0.0, 4.0, 0.25) == 4.0
+    assert smooth(math.nan, 4.0, 0.25) == 4.0
+    assert smooth(2.0, 0.0, 0.5) == 1.0
+    for nothing in (math.nan, math.inf, -1.0):
+        assert smooth(2.0, nothing) == 2.0
+    assert math.isnan(smooth(math.nan, math.nan))
+
+
+@pytest.mark.parametrize("share", [0.0, -0.1, 1.1, math.nan])
+def test_a_share_that_is_no_share_is_refused(share: float) -> None:
+    with pytest.raises(ValueError, match="share"):
+        smooth(1.0, 2.0, share)
+
+
+@anytime
+@given(st.floats(1e-6, 1e6), st.floats(0, 1e6), st.floats(0.01, 1))
+def test_a_smoothed_time_lies_between_the_two(previous: float, measured: float, share: float) -> None:
+    average = smooth(previous, measured, share)
+    tolerance = 1e-12 * max(previous, measured)
+    assert min(previous, measured) - tolerance <= average <= max(previous, measured) + tolerance
