@@ -13,8 +13,8 @@ One round (DESIGN: theta at its start, phi after the local steps, W this round's
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, overload
 
 import torch
@@ -23,11 +23,9 @@ from torch.optim import Optimizer
 
 from gasloc import mixing, named_state, rounds, topology
 from gasloc.errors import ModelError, RunError, UsageError
-from gasloc.outer import OuterStep
+from gasloc.outer import MakeOptimizer, OuterStep
 from gasloc.replica import Replica
 from peers.exchange import Answer, Offer, PeerId, Slot, Swap, Tensors
-
-OuterFactory = Callable[[list[Tensor]], Optimizer]
 
 
 class Network(Protocol):
@@ -88,7 +86,7 @@ class GaslocOptimizer(Optimizer):
     mixed plainly. Frozen parameters and integer buffers stay local. The anchor and the outer state are
     float32 (float64 for float64 parameters) and live in CPU memory, about twice the model in float32.
 
-    `network=None` trains alone: with an outer learning rate of 1 and no momentum exactly as `inner` would.
+    `network=None` trains alone: with an outer learning rate of 1 and no momentum as `inner` would, to rounding.
     A partner that does not answer is left out; its weight goes to oneself. `on_round` is called on the
     training thread after each round, with the model at the next round's start.
 
@@ -105,7 +103,7 @@ class GaslocOptimizer(Optimizer):
         topology: str = "2-peer",
         local_steps: int = 30,
         seed: int = 0,
-        outer: OuterFactory | None = None,
+        outer: MakeOptimizer | None = None,
         grace_s: float = 10.0,
         on_round: Callable[[RoundResult], None] | None = None,
     ) -> None:
@@ -162,48 +160,50 @@ class GaslocOptimizer(Optimizer):
     def _end_round(self) -> RoundResult:
         self.inner.zero_grad(set_to_none=True)
         phi = self._replica.moved(self._anchor)
-        own_norm = _norm(phi, self._anchor)
-        if not own_norm < float("inf"):  # NaN too
-            raise RunError(
-                f"round {self.round}: this peer's parameters are no longer finite, so nothing was sent; "
-                "lower the learning rate and resume from the last checkpoint"
-            )
+        for name in self._anchor:
+            if not phi[name].isfinite().all():
+                raise RunError(
+                    f"round {self.round}: parameter '{name}' is no longer finite, so nothing was sent; "
+                    "lower the learning rate and resume from the last checkpoint"
+                )
         started = time.perf_counter()
         weights, swaps = self._trade(phi)
         exchange_s = time.perf_counter() - started
-        received = {peer: swap.tensors for peer, swap in swaps.items() if swap.tensors is not None}
-        distances: dict[PeerId, float] = {}
-        for peer in list(received):
-            distance = _norm_of_difference(received[peer], phi, self._anchor) / max(own_norm, 1e-30)
-            if distance < float("inf") and not _spoils(received[peer], phi, self._buffers):
-                distances[peer] = distance
+        received: dict[PeerId, Tensors] = {}
+        for peer, swap in swaps.items():
+            if swap.tensors is None:
+                continue
+            spoiled = _spoiled(swap.tensors, phi)
+            if spoiled is None:
+                received[peer] = swap.tensors
             else:
-                del received[peer]
-                swaps[peer] = _refused(swaps[peer])
+                reason = f"it sent values in '{spoiled}' that are not finite"
+                swaps[peer] = replace(swap, answer=Answer.REFUSED, reason=reason, tensors=None)
+        distances = [mixing.distance(_only(self._anchor, phi), _only(self._anchor, t)) for t in received.values()]
         mix = mixing.mix(phi, received, weights, self._network.me if self._network else "")
-        taken = self.round, self.local_step
         others = self._network.others_rounds() if self._network else []
         next_round, next_reason = rounds.next_round(self.round, others)
-        with self._lock:
-            self._outer.step({name: mix[name] for name in self._anchor})
-            self._buffers = {name: mix[name].clone() for name in self._buffers}
-            self.round, self.local_step = next_round, 0
-        self._replica.assign(self._anchor, self._buffers)
-        return RoundResult(
-            round=taken[0],
-            local_steps=taken[1],
-            partners=tuple(distances),
+        result = RoundResult(
+            round=self.round,
+            local_steps=self.local_step,
+            partners=tuple(received),
             swaps=swaps,
             tried=bool(swaps),
-            mixed=bool(distances),
+            mixed=bool(received),
             reason=_words(swaps, alone=self._network is None),
-            distance=sum(distances.values()) / len(distances) if distances else None,
+            distance=sum(distances) / len(distances) if distances else None,
             exchange_s=exchange_s,
             bytes_sent=sum(swap.bytes_sent for swap in swaps.values()),
             bytes_received=sum(swap.bytes_received for swap in swaps.values()),
             next_round=next_round,
             next_reason=next_reason,
         )
+        with self._lock:
+            self._outer.step(_only(self._anchor, mix))
+            self._buffers = _only(self._buffers, mix)
+            self.round, self.local_step = next_round, 0
+        self._replica.assign(self._anchor, self._buffers)
+        return result
 
     def _trade(self, phi: Tensors) -> tuple[dict[PeerId, float], dict[PeerId, Swap]]:
         """This round's weights, and what came of the trade with each partner in them."""
@@ -220,7 +220,7 @@ class GaslocOptimizer(Optimizer):
         return weights, dict(network.swap(Slot(self.round), offers, timeout_s=self._grace_s))
 
     def snapshot(self) -> tuple[int, dict[str, Tensor]]:
-        """This round and its state, for a newcomer: `anchor/NAME`, `buffer/NAME`, `outer/KEY/NAME`.
+        """This round and its state, for a newcomer: `anchor/NAME`, `buffer/NAME`, `outer/NAME/KEY`.
 
         Copies; may be called from any thread at any time.
         """
@@ -238,7 +238,7 @@ class GaslocOptimizer(Optimizer):
         """
         anchor, buffers, outer = self._checked(tensors)
         with self._lock:
-            named_state.load_state_tensors(self._outer.optimizer, self._anchor, outer)
+            self._outer.load_momentum(outer)
             self._take(anchor, buffers)
             self.round, self.local_step = round, 0
         self._replica.assign(self._anchor, self._buffers)
@@ -273,12 +273,12 @@ class GaslocOptimizer(Optimizer):
             named_state.load_hyperparameters(self.inner, self._inner_parameters, meta["inner"])
             named_state.load_hyperparameters(self._outer.optimizer, self._anchor, meta["outer"])
             named_state.load_state_tensors(self.inner, self._inner_parameters, inner)
-            named_state.load_state_tensors(self._outer.optimizer, self._anchor, outer)
+            self._outer.load_momentum(outer)
             self._take(anchor, buffers)
             self.round, self.local_step = int(meta["round"]), int(meta["local_step"])
 
     def _shared_state(self) -> dict[str, Tensor]:
-        outer = named_state.state_tensors(self._outer.optimizer, self._anchor)
+        outer = self._outer.momentum_tensors()
         return (
             {f"anchor/{name}": tensor.detach() for name, tensor in self._anchor.items()}
             | {f"buffer/{name}": tensor for name, tensor in self._buffers.items()}
@@ -344,34 +344,16 @@ def _check_layout(kind: str, ours: Tensors, theirs: Tensors) -> None:
             )
 
 
-def _norm(tensors: Tensors, names: Collection[str]) -> float:
-    squares = [torch.linalg.vector_norm(tensors[name], dtype=torch.float64).square() for name in names]
-    return float(sum(squares, torch.zeros((), dtype=torch.float64)).sqrt())
+def _only(names: Iterable[str], tensors: Tensors) -> dict[str, Tensor]:
+    return {name: tensors[name] for name in names}
 
 
-def _norm_of_difference(theirs: Tensors, ours: Tensors, names: Collection[str]) -> float:
-    total = torch.zeros((), dtype=torch.float64)
-    for name in names:
-        difference = theirs[name] - ours[name]
-        total += torch.linalg.vector_norm(difference, dtype=torch.float64).square()
-    return float(total.sqrt())
-
-
-def _spoils(theirs: Tensors, ours: Tensors, buffers: Collection[str]) -> bool:
-    """Whether a buffer of theirs is not finite where ours is."""
-    return any(bool((~theirs[name].isfinite() & ours[name].isfinite()).any()) for name in buffers)
-
-
-def _refused(swap: Swap) -> Swap:
-    return Swap(
-        answer=Answer.REFUSED,
-        reason="its tensors have values that are not finite",
-        note=swap.note,
-        their_round=swap.their_round,
-        bytes_sent=swap.bytes_sent,
-        bytes_received=swap.bytes_received,
-        seconds=swap.seconds,
-    )
+def _spoiled(theirs: Tensors, ours: Tensors) -> str | None:
+    """The first tensor of theirs that is not finite where ours is; a mask of ours may hold infinities."""
+    for name, own in ours.items():
+        if bool((~theirs[name].isfinite() & own.isfinite()).any()):
+            return name
+    return None
 
 
 def _words(swaps: Mapping[PeerId, Swap], *, alone: bool) -> str:
