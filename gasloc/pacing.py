@@ -13,8 +13,11 @@ from dataclasses import dataclass
 
 from gasloc.errors import RecipeError
 
-SMOOTHING_SHARE = 0.7
-"""Weight of the newest measurement. What is left of a tenfold change after five rounds is under 3 %."""
+SMOOTHING_SHARE = 0.5
+"""Weight of the newest measurement. Of a change after five rounds 3 % are left."""
+
+_FAR = 2.0
+"""A time that changes by more than this factor is another link or another load, not jitter."""
 
 _KEEP = 0.1
 """The steps are kept while the wanted number stays within this share of them: times jitter by a few percent."""
@@ -41,6 +44,9 @@ class Pace:
 def smooth(previous: float, measured: float, share: float = SMOOTHING_SHARE) -> float:
     """Moving average of a measured time, seconds: `previous + share * (measured - previous)`.
 
+    A time more than twice or less than half the average starts the average anew: a lasting change is followed at
+    once, and a single outlier is forgotten with the next measurement rather than over several rounds.
+
     A `previous` of 0 or not finite stands for no average yet, and `measured` is taken as it is. A `measured`
     that is negative or not finite is no measurement, and `previous` is kept. Raises `ValueError` for a share
     outside (0, 1].
@@ -49,7 +55,7 @@ def smooth(previous: float, measured: float, share: float = SMOOTHING_SHARE) -> 
         raise ValueError(f"share {share} of the newest measurement is not in (0, 1]")
     if not _is_time(measured):
         return previous
-    if not _is_time(previous) or previous == 0:
+    if not _is_time(previous) or not previous / _FAR <= measured <= previous * _FAR:
         return measured
     return previous + share * (measured - previous)
 
@@ -73,8 +79,8 @@ def local_steps(
 
     `previous`, our steps of the last round, damps it: they are kept while the wanted number is within a tenth of
     them (or a quarter of a step), and the reference is taken when it is within half of that. So measurements
-    that jitter by a few percent change nothing, and after a change the steps settle within five rounds, without
-    overshoot where the averages come from `smooth`. None gives the formula alone.
+    that jitter by a few percent change nothing, and with times from `smooth` the steps settle within five rounds
+    of a change, without overshoot. None gives the formula alone.
 
     Raises `RecipeError` where `reference_steps` or `maximum` is under 1.
     """

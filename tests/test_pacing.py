@@ -15,7 +15,7 @@ from gasloc.pacing import Pace, local_steps, round_length_s, smooth
 anytime = settings(deadline=None)
 
 PEERS = 8
-MAXIMUM = 1_000
+MAXIMUM = 10_000
 UNKNOWN = [Pace(0.0, 1.0), Pace(math.nan, 1.0), Pace(math.inf, 1.0), Pace(-1.0, 1.0), Pace(1.0, math.nan)]
 
 step_times_s = st.floats(1e-3, 100)
@@ -161,6 +161,25 @@ def test_one_peer_that_slows_tenfold_and_recovers_settles_in_five_rounds(
 
 
 @anytime
+@given(st.integers(1, 200), st.floats(0.1, 10), st.floats(0, 0.5), st.floats(0, 0.5))
+def test_any_change_of_a_step_time_settles_in_five_rounds_without_a_swing(
+    reference: int, factor: float, exchange_share: float, own_exchange_share: float
+) -> None:
+    others = [Pace(1.0, exchange_share * reference)] * (PEERS - 1)
+    before = Pace(1.0, own_exchange_share * reference)
+    after = Pace(factor, before.exchange_time_s)
+    chosen = simulate([[*others, before]] * 8 + [[*others, after]] * 30, reference)
+    mine = [steps[-1] for steps in chosen]
+    differences = [later - earlier for earlier, later in itertools.pairwise(mine[7:])]
+    assert all(change <= 0 for change in differences) or all(change >= 0 for change in differences)
+    # 3 % of the change are left after the fifth round, and less than a margin of it is still to be taken.
+    assert all(abs(steps - mine[-1]) <= max(1, 0.15 * mine[-1]) for steps in mine[8 + 4 :])
+    length_s = round_length_s([*others, after], reference)
+    assert length_s is not None
+    assert is_within_a_tenth(mine[-1], after, length_s)
+
+
+@anytime
 @given(st.integers(0, 2**32), st.integers(4, 60), st.floats(0, 1), st.floats(2, 10))
 def test_jitter_of_a_few_percent_does_not_make_the_steps_swing(
     seed: int, reference: int, exchange_share: float, slowness: float
@@ -202,10 +221,17 @@ def test_smoothing_by_hand() -> None:
     assert smooth(2.0, 4.0, 1.0) == 4.0
     assert smooth(0.0, 4.0, 0.25) == 4.0
     assert smooth(math.nan, 4.0, 0.25) == 4.0
-    assert smooth(2.0, 0.0, 0.5) == 1.0
+    assert smooth(2.0, 1.0, 0.5) == 1.5
     for nothing in (math.nan, math.inf, -1.0):
         assert smooth(2.0, nothing) == 2.0
     assert math.isnan(smooth(math.nan, math.nan))
+
+
+def test_a_far_time_starts_the_average_anew_and_an_outlier_is_forgotten() -> None:
+    assert smooth(2.0, 4.1, 0.25) == 4.1
+    assert smooth(2.0, 0.9, 0.25) == 0.9
+    assert smooth(2.0, 0.0, 0.25) == 0.0
+    assert smooth(smooth(2.0, 50.0), 2.0) == 2.0
 
 
 @pytest.mark.parametrize("share", [0.0, -0.1, 1.1, math.nan])
