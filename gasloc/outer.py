@@ -6,12 +6,12 @@ The momentum thus acts on mixed states, and it accelerates consensus as well as 
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gasloc import named_state
 from gasloc.errors import ModelError
 from gasloc.mixing import check_layout
 from gasloc.recipe import OuterConfig
@@ -50,7 +50,8 @@ class OuterStep:
     """Takes outer steps on the anchor `theta`, the parameters at the start of a round. Changed in place.
 
     The anchor is the caller's: float32 or float64 tensors by name, whatever the model's own dtype, since a bf16
-    tensor swallows small outer updates. `make` builds the optimizer over them, in sorted order of names.
+    tensor swallows small outer updates. `make` builds `optimizer` over them, in sorted order of names; it is
+    called again, on a copy, where a loaded state is checked.
 
     Raises `ModelError` for an anchor tensor of any other dtype.
     """
@@ -61,7 +62,7 @@ class OuterStep:
                 raise ModelError(f"anchor '{name}' is {tensor.dtype}: the outer state is float32 or float64")
         self._anchor = {name: anchor[name] for name in sorted(anchor)}
         self._make = make
-        self._optimizer = make(list(self._anchor.values()))
+        self.optimizer = make(list(self._anchor.values()))
 
     def step(self, mix: _Tensors) -> None:
         """One outer step with `theta - mix` as the gradient. Changes the anchor and the momentum, never `mix`.
@@ -74,31 +75,17 @@ class OuterStep:
             for name, theta in self._anchor.items():
                 theta.grad = theta - mix[name].to(theta)
         try:
-            self._optimizer.step()
+            self.optimizer.step()
         finally:
-            self._optimizer.zero_grad(set_to_none=True)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's own state dict, hyper-parameters included."""
-        return self._optimizer.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes a state dict of an optimizer over the same anchor. Raises `ValueError` where it does not fit."""
-        self._optimizer.load_state_dict(state)
+            self.optimizer.zero_grad(set_to_none=True)
 
     def momentum_tensors(self) -> dict[str, Tensor]:
-        """The optimizer's state as named tensors: "w/momentum_buffer", or "w/exp_avg", "w/exp_avg_sq", "w/step".
+        """The outer state by name: "momentum_buffer/w", or "exp_avg/w", "exp_avg_sq/w" and "step/w" for Adam.
 
-        Detached, sharing memory with the optimizer: copy what must outlive the next step. Plain numbers come as
-        float64 scalars. Empty before the first step, and always for plain SGD. Hyper-parameters are not in it:
-        they are the recipe's.
+        Shares memory with the optimizer: copy what must outlive the next step. Empty before the first step, and
+        always for SGD without momentum. Hyper-parameters are not in it: they are the recipe's.
         """
-        return {
-            f"{name}/{key}": _as_tensor(value)
-            for name, theta in self._anchor.items()
-            for key, value in self._optimizer.state.get(theta, {}).items()
-            if value is not None
-        }
+        return named_state.state_tensors(self.optimizer, self._anchor)
 
     def load_momentum(self, tensors: _Tensors) -> None:
         """Replaces the whole outer state by copies of what `momentum_tensors` gave. Empty: as before any step.
@@ -106,25 +93,31 @@ class OuterStep:
         Raises `ModelError` that names the first tensor which is missing, unknown or of a wrong shape; then
         nothing was changed.
         """
-        fresh: dict[Tensor, dict[str, Any]] = {}
         if tensors:
-            expected = self._expected_state()
-            wanted = {f"{name}/{key}" for name in self._anchor for key in expected}
-            for label in sorted(wanted ^ tensors.keys()):
-                problem = "missing from" if label in wanted else "unknown in"
-                raise ModelError(f"outer state: '{label}' is {problem} the given tensors: is it the same recipe?")
-            for name, theta in self._anchor.items():
-                fresh[theta] = {
-                    key: _restore(f"{name}/{key}", tensors[f"{name}/{key}"], like, theta)
-                    for key, like in expected.items()
-                }
-        self._optimizer.state.clear()
-        self._optimizer.state.update(fresh)
+            self._check_complete(tensors)
+        named_state.load_state_tensors(self.optimizer, self._anchor, tensors)
 
-    def _expected_state(self) -> dict[str, Any]:
-        """The state that this optimizer keeps for one tensor, found by a step on zeros like the smallest.
+    def _check_complete(self, tensors: _Tensors) -> None:
+        """An optimizer trusts its own state: half of Adam's would only fail at the next step, or go unused."""
+        shapes = {
+            f"{key}/{name}": theta.shape if per_element else torch.Size()
+            for key, per_element in self._expected_entries().items()
+            for name, theta in self._anchor.items()
+        }
+        for label in sorted(shapes.keys() ^ tensors.keys()):
+            problem = "missing from" if label in shapes else "unknown in"
+            raise ModelError(f"outer state: '{label}' is {problem} what was given: is it the same recipe?")
+        for label, shape in shapes.items():
+            if tensors[label].shape != shape:
+                raise ModelError(
+                    f"outer state: '{label}' has shape {tuple(tensors[label].shape)}, expected {tuple(shape)}"
+                )
 
-        Not a scalar where there is a choice: its state would not tell a scalar counter from a buffer.
+    def _expected_entries(self) -> dict[str, bool]:
+        """What this optimizer keeps for a tensor, and whether it is of the tensor's shape or a scalar.
+
+        Found by a step on zeros like the smallest tensor; not like a scalar where there is a choice, since that
+        would not tell a counter from a buffer.
         """
         tensors = self._anchor.values()
         smallest = min([tensor for tensor in tensors if tensor.ndim] or tensors, key=Tensor.numel)
@@ -132,21 +125,5 @@ class OuterStep:
         probe.grad = torch.zeros_like(smallest)
         optimizer = self._make([probe])
         optimizer.step()
-        return {key: value for key, value in optimizer.state.get(probe, {}).items() if value is not None}
-
-
-def _as_tensor(value: Any) -> Tensor:
-    if isinstance(value, Tensor):
-        return value.detach()
-    return torch.tensor(float(value), dtype=torch.float64)
-
-
-def _restore(label: str, given: Tensor, like: Any, theta: Tensor) -> Any:
-    """A copy of `given` in the form that the optimizer keeps it: `like` says which."""
-    is_scalar = not isinstance(like, Tensor) or like.ndim == 0
-    shape = torch.Size() if is_scalar else theta.shape
-    if given.shape != shape:
-        raise ModelError(f"outer state: '{label}' has shape {tuple(given.shape)}, expected {tuple(shape)}")
-    if not isinstance(like, Tensor):
-        return type(like)(given.item())
-    return given.detach().to(device=like.device, dtype=like.dtype, copy=True)
+        entries = named_state.state_tensors(optimizer, {"": probe})
+        return {label.removesuffix("/"): value.ndim > 0 for label, value in entries.items()}

@@ -16,6 +16,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gasloc.errors import RecipeError
+from gasloc.stability import Verdict, published_stability, safe_momentum, stability, verdict
+
+__all__ = [
+    "NAMES",
+    "TopologyName",
+    "Verdict",
+    "candidates",
+    "matrix",
+    "published_stability",
+    "row",
+    "safe_momentum",
+    "stability",
+    "verdict",
+]
 
 TopologyName = Literal["1-peer", "2-peer", "all-to-all", "ring", "exponential", "none"]
 NAMES: tuple[str, ...] = get_args(TopologyName)
@@ -23,9 +37,6 @@ NAMES: tuple[str, ...] = get_args(TopologyName)
 _REACH = 32
 """In a matching pass a member may be paired with this many members on either side of it in hash order. All pairs
 are candidates up to 65 members; beyond, the cost stays linear in the number of members."""
-
-_WARN_GROWTH = 0.97
-_MOMENTUM_GRID = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
 
 _Hashes = NDArray[np.uint64]
 _Indices = NDArray[np.int64]
