@@ -1,0 +1,145 @@
+"""`Exchange` in one process: no bytes, no streams, the same answers."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from peers import codec
+from peers.exchange import Answer, Offer, PeerId, Slot, Swap, Tensors, layout_of
+from peers.hello import Place, whereabouts, words
+from peers.stream_exchange import check_offers
+from peers.table import first_difference
+
+
+@dataclass(slots=True, eq=False)
+class _Wait:
+    offer: Offer
+    outcome: asyncio.Future[Swap]
+
+    def end(self, swap: Swap) -> None:
+        if not self.outcome.done():
+            self.outcome.set_result(swap)
+
+
+class MemoryHub:
+    """The peers of one process that can reach each other. All must run on one event loop."""
+
+    def __init__(self) -> None:
+        self.members: dict[PeerId, MemoryExchange] = {}
+
+    def others(self, me: PeerId) -> "list[MemoryExchange]":
+        """Every member but one."""
+        return [member for peer, member in self.members.items() if peer != me]
+
+
+class MemoryExchange:
+    """Trades tensors with the other members of a hub. Tensors are cloned as they change hands."""
+
+    def __init__(self, hub: MemoryHub, me: PeerId) -> None:
+        """Joins the hub. Raises `ValueError` when it has a member of that id."""
+        if me in hub.members:
+            raise ValueError(f"{me} is a member already")
+        self._hub = hub
+        self._me = me
+        self._place = Place()
+        self._waits: dict[tuple[Slot, PeerId], _Wait] = {}
+        hub.members[me] = self
+
+    @property
+    def me(self) -> PeerId:
+        """Our own id."""
+        return self._me
+
+    async def close(self) -> None:
+        """Leaves the hub: our swaps end with `STOPPED`, those that wait for us with `UNREACHABLE`."""
+        self._hub.members.pop(self._me, None)
+        for wait in list(self._waits.values()):
+            wait.end(Swap(Answer.STOPPED, "this peer is leaving"))
+        self._tell_others()
+
+    async def swap(self, slot: Slot, offers: Mapping[PeerId, Offer], *, timeout_s: float) -> dict[PeerId, Swap]:
+        """See `Exchange.swap` and, for what it raises, `StreamExchange.swap`."""
+        check_offers(self._me, offers)
+        loop = asyncio.get_running_loop()
+        self._place.reach(slot)
+        unfit = _unfit(offers)
+        if unfit:
+            self._tell_others()
+            return {partner: Swap(Answer.REFUSED, f"nothing was sent: our own {unfit}") for partner in offers}
+        waits = {partner: _Wait(offer, loop.create_future()) for partner, offer in offers.items()}
+        self._waits.update({(slot, partner): wait for partner, wait in waits.items()})
+        try:
+            for partner in waits:
+                self._consider(slot, partner)
+            self._tell_others()
+            if waits:
+                await asyncio.wait([wait.outcome for wait in waits.values()], timeout=timeout_s)
+            return {
+                partner: wait.outcome.result() if wait.outcome.done() else self._too_late(slot, partner)
+                for partner, wait in waits.items()
+            }
+        finally:
+            for partner in waits:
+                self._waits.pop((slot, partner), None)
+
+    def _tell_others(self) -> None:
+        """Has those that wait for us look again."""
+        for other in self._hub.others(self._me):
+            for slot, partner in list(other._waits):
+                if partner == self._me:
+                    other._consider(slot, partner)
+
+    def _consider(self, slot: Slot, partner: PeerId) -> None:
+        """Ends our wait for a partner if that can be decided now."""
+        wait = self._waits[slot, partner]
+        other = self._hub.members.get(partner)
+        if wait.outcome.done():
+            return
+        if other is None:
+            wait.end(Swap(Answer.UNREACHABLE, f"{partner} cannot be reached: it is not in this process"))
+            return
+        theirs = other._waits.get((slot, self._me))
+        if theirs and not theirs.outcome.done():
+            self._trade(slot, wait, other, theirs)
+            return
+        answer, reason = whereabouts(slot, other._place)
+        if answer is not Answer.BEHIND:
+            wait.end(Swap(answer, f"{partner}: {reason}", their_round=other._place.round))
+
+    def _trade(self, slot: Slot, ours: _Wait, other: "MemoryExchange", theirs: _Wait) -> None:
+        """Both sides at once: both get the other's tensors, or neither does."""
+        problem = _problem(ours.offer, theirs.offer) or _problem(theirs.offer, ours.offer)
+        for me, partner, mine, given in ((self, other, ours, theirs), (other, self, theirs, ours)):
+            if problem:
+                mine.end(Swap(Answer.REFUSED, f"{me.me} and {partner.me}: {problem}"))
+            else:
+                tensors = _clone(given.offer.send)
+                note = dict(given.offer.note)
+                mine.end(Swap(Answer.ACCEPT, f"traded in {words(slot)}", tensors, note, slot.round))
+
+    def _too_late(self, slot: Slot, partner: PeerId) -> Swap:
+        other = self._hub.members.get(partner)
+        if other is None:
+            return Swap(Answer.UNREACHABLE, f"{partner} left")
+        _, reason = whereabouts(slot, other._place)
+        return Swap(Answer.BEHIND, f"{partner}: {reason}", their_round=other._place.round)
+
+
+def _problem(receiver: Offer, sender: Offer) -> str | None:
+    """Why a receiver refuses what a sender offers; None where it does not."""
+    expect = layout_of(receiver.send) if receiver.expect is None else receiver.expect
+    return first_difference(expect, layout_of(sender.send))
+
+
+def _unfit(offers: Mapping[PeerId, Offer]) -> str | None:
+    for offer in offers.values():
+        for name, tensor in offer.send.items():
+            if not codec.is_finite(tensor):
+                return f"tensor '{name}' holds NaN or infinite values"
+    return None
+
+
+def _clone(tensors: Tensors) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}

@@ -1,0 +1,135 @@
+"""Brings incoming streams together with the swaps that wait for them."""
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+
+from peers.exchange import Answer, PeerId, Slot
+from peers.hello import Hello, Place, Reply, judge
+from peers.wire import Wire
+
+MAX_HELD = 256
+MAX_HELD_PER_PEER = 8
+_MAX_HOLD_S = 600.0
+
+
+@dataclass(slots=True, eq=False)
+class Incoming:
+    """A stream that a partner opened, and its hello."""
+
+    wire: Wire
+    hello: Hello
+    over: asyncio.Future[Reply | None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """None: the stream was used and closed. A reply: it was not used, and is to be answered so."""
+
+    def settle(self, reply: Reply | None) -> None:
+        """Ends the wait of the stream's handler."""
+        if not self.over.done():
+            self.over.set_result(reply)
+
+
+@dataclass(slots=True, eq=False)
+class Wait:
+    """A swap's wait for one partner in one slot."""
+
+    slot: Slot
+    partner: PeerId
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    incoming: Incoming | None = None
+
+    def offer(self, incoming: Incoming) -> None:
+        """Hands over a stream. A partner that dials again means its newest stream."""
+        if self.incoming:
+            self.incoming.settle(Reply(Answer.BUSY, "a newer stream of yours is used"))
+        self.incoming = incoming
+        self.arrived.set()
+
+    def take(self) -> Incoming | None:
+        """The stream that arrived, if any; the caller settles it."""
+        incoming, self.incoming = self.incoming, None
+        return incoming
+
+
+class Rendezvous:
+    """What this peer waits for, and the streams that came too early.
+
+    A hello for a slot that we have not reached is held, up to the dialler's patience, since we may get there
+    soon. At most `MAX_HELD` are held, and `MAX_HELD_PER_PEER` of one peer; others are answered `busy`.
+    """
+
+    def __init__(self, run: str, digest: str) -> None:
+        self._run = run
+        self._digest = digest
+        self.place = Place()
+        self._waits: dict[tuple[Slot, PeerId], Wait] = {}
+        self._held: Counter[PeerId] = Counter()
+        self._changed = asyncio.Event()
+        self._closed = False
+
+    def expect(self, slot: Slot, partner: PeerId) -> Wait:
+        """Registers a wait. Raises `ValueError` when there is one already."""
+        if (slot, partner) in self._waits:
+            raise ValueError(f"a swap with {partner} in {slot} is under way already")
+        wait = self._waits[slot, partner] = Wait(slot, partner)
+        return wait
+
+    def forget(self, wait: Wait) -> None:
+        """Ends a wait. A stream that arrived and was not taken is answered that we no longer wait."""
+        self._waits.pop((wait.slot, wait.partner), None)
+        incoming = wait.take()
+        if incoming:
+            incoming.settle(Reply(Answer.BUSY, "another stream is used, or the wait is over", self.place.round))
+
+    def announce(self) -> None:
+        """Has every held stream judged again: we moved on, or close."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def close(self) -> None:
+        """Answers every held stream, and all that come later, that this peer is leaving."""
+        self._closed = True
+        self.announce()
+
+    def answer(self, peer: PeerId, hello: Hello) -> Reply:
+        """What a hello would be answered now."""
+        if self._closed:
+            return Reply(Answer.REFUSED, "this peer is leaving", self.place.round)
+        waiting = (hello.slot, peer) in self._waits
+        answer, reason = judge(hello, run=self._run, digest=self._digest, place=self.place, waiting=waiting)
+        return Reply(answer, reason, self.place.round)
+
+    async def admit(self, peer: PeerId, wire: Wire, hello: Hello) -> Reply | None:
+        """Hands a stream to the swap that waits for it, and returns None when that is over with it.
+
+        Otherwise returns what the dialler is to be answered; for a stream that is early, after it was held.
+        """
+        deadline = asyncio.get_running_loop().time() + min(hello.patience_s, _MAX_HOLD_S)
+        while True:
+            reply = self.answer(peer, hello)
+            if reply.answer is Answer.ACCEPT:
+                incoming = Incoming(wire, hello)
+                self._waits[hello.slot, peer].offer(incoming)
+                return await incoming.over
+            if reply.answer is not Answer.BEHIND or self._closed:
+                return reply
+            if self._held.total() >= MAX_HELD or self._held[peer] >= MAX_HELD_PER_PEER:
+                return Reply(Answer.BUSY, "too many streams wait here already", self.place.round)
+            if not await self._hold(peer, wire, deadline):
+                return reply
+
+    async def _hold(self, peer: PeerId, wire: Wire, deadline: float) -> bool:
+        """Waits until we moved on (True), the dialler left or its patience ended (False)."""
+        moved = asyncio.ensure_future(self._changed.wait())
+        ended = asyncio.ensure_future(wire.ended())
+        self._held[peer] += 1
+        try:
+            left_s = deadline - asyncio.get_running_loop().time()
+            await asyncio.wait({moved, ended}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            return moved.done() and not ended.done()
+        finally:
+            self._held[peer] -= 1
+            if not self._held[peer]:
+                del self._held[peer]
+            moved.cancel()
+            ended.cancel()
+            await asyncio.wait({moved, ended})
