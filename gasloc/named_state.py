@@ -1,8 +1,8 @@
 """The state of any torch optimizer as named tensors, and back.
 
 torch numbers parameters; files and peers need names that stay true when the order changes. A state entry
-`key` of parameter `name` is the tensor `name/key`, such as `layers.0.attention.query.weight/exp_avg`. A plain
-number becomes a tensor without dimensions under `name/key#`, so that it comes back as a plain number.
+`key` of parameter `name` is the tensor `key/name`, such as `exp_avg/layers.0.attention.query.weight`. A plain
+number becomes a tensor without dimensions under `key#/name`, so that it comes back as a plain number.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,11 +30,11 @@ def state_tensors(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dic
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                tensors[f"{name}/{key}"] = value.detach()
+                tensors[f"{key}/{name}"] = value.detach()
             elif isinstance(value, float):
-                tensors[f"{name}/{key}#"] = torch.tensor(value, dtype=torch.float64)
+                tensors[f"{key}#/{name}"] = torch.tensor(value, dtype=torch.float64)
             elif isinstance(value, int):  # bool too: torch keeps it apart
-                tensors[f"{name}/{key}#"] = torch.tensor(value)
+                tensors[f"{key}#/{name}"] = torch.tensor(value)
             elif value is not None:
                 raise ModelError(
                     f"{type(optimizer).__name__} keeps '{key}' of '{name}' as {type(value).__name__}: "
@@ -52,7 +52,7 @@ def load_state_tensors(optimizer: Optimizer, parameters: Mapping[str, Tensor], t
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     state: dict[Tensor, dict[str, Any]] = {}
     for full_name, value in tensors.items():
-        name, _, key = full_name.rpartition("/")
+        key, _, name = full_name.partition("/")
         parameter = parameters.get(name)
         if parameter is None or id(parameter) not in held:
             raise ModelError(f"optimizer state '{full_name}' is of no parameter of this optimizer")

@@ -220,7 +220,7 @@ class GaslocOptimizer(Optimizer):
         return weights, dict(network.swap(Slot(self.round), offers, timeout_s=self._grace_s))
 
     def snapshot(self) -> tuple[int, dict[str, Tensor]]:
-        """This round and its state, for a newcomer: `anchor/NAME`, `buffer/NAME`, `outer/NAME/KEY`.
+        """This round and its state, for a newcomer: `anchor/NAME`, `buffer/NAME`, `outer/KEY/NAME`.
 
         Copies; may be called from any thread at any time.
         """
