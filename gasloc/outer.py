@@ -99,11 +99,7 @@ class OuterStep:
 
     def _check_complete(self, tensors: _Tensors) -> None:
         """An optimizer trusts its own state: half of Adam's would only fail at the next step, or go unused."""
-        shapes = {
-            f"{key}/{name}": theta.shape if per_element else torch.Size()
-            for key, per_element in self._expected_entries().items()
-            for name, theta in self._anchor.items()
-        }
+        shapes = self._expected_shapes()
         for label in sorted(shapes.keys() ^ tensors.keys()):
             problem = "missing from" if label in shapes else "unknown in"
             raise ModelError(f"outer state: '{label}' is {problem} what was given: is it the same recipe?")
@@ -113,8 +109,8 @@ class OuterStep:
                     f"outer state: '{label}' has shape {tuple(tensors[label].shape)}, expected {tuple(shape)}"
                 )
 
-    def _expected_entries(self) -> dict[str, bool]:
-        """What this optimizer keeps for a tensor, and whether it is of the tensor's shape or a scalar.
+    def _expected_shapes(self) -> dict[str, torch.Size]:
+        """What this optimizer keeps for the anchor, by name: entries of a tensor's own shape, and scalars.
 
         Found by a step on zeros like the smallest tensor; not like a scalar where there is a choice, since that
         would not tell a counter from a buffer.
@@ -125,5 +121,8 @@ class OuterStep:
         probe.grad = torch.zeros_like(smallest)
         optimizer = self._make([probe])
         optimizer.step()
-        entries = named_state.state_tensors(optimizer, {"": probe})
-        return {label.removesuffix("/"): value.ndim > 0 for label, value in entries.items()}
+        return {
+            label: theta.shape if entry.ndim else torch.Size()
+            for name, theta in self._anchor.items()
+            for label, entry in named_state.state_tensors(optimizer, {name: probe}).items()
+        }

@@ -1,0 +1,77 @@
+"""Which round comes next, and when a peer's state is too old."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gasloc.rounds import is_stale, next_round
+
+ROUNDS = st.integers(0, 10_000)
+
+
+@pytest.mark.parametrize(
+    ("mine", "others", "expected", "word"),
+    [
+        (3, [], 4, "no other member"),
+        (3, [3], 4, "in step"),
+        (3, [4], 4, "in step"),
+        (3, [4, 4, 4], 4, "in step"),
+        (3, [5], 5, "behind"),
+        (3, [9, 9, 2], 9, "behind"),
+        (3, [1_000_000, 4], 4, "in step"),  # one of two far ahead, or lying, moves nobody
+        (3, [1_000_000, 4, 4], 4, "in step"),
+        (9, [3, 3], 10, "ahead"),
+        (0, [7, 8, 8, 9], 8, "behind"),
+    ],
+)
+def test_next_round(mine: int, others: list[int], expected: int, word: str) -> None:
+    found, reason = next_round(mine, others)
+    assert found == expected
+    assert word in reason
+    assert str(expected) in reason
+    assert "\n" not in reason
+
+
+@given(mine=ROUNDS, others=st.lists(ROUNDS, max_size=20))
+def test_rounds_always_go_forward(mine: int, others: list[int]) -> None:
+    found, _ = next_round(mine, others)
+    assert found > mine
+    assert found == mine + 1 or found in others
+
+
+@given(mine=ROUNDS, others=st.lists(ROUNDS, min_size=2, max_size=20))
+def test_order_of_others_does_not_matter(mine: int, others: list[int]) -> None:
+    assert next_round(mine, others) == next_round(mine, sorted(others))
+
+
+@given(start=st.lists(st.integers(0, 500), min_size=2, max_size=8))
+def test_a_swarm_in_any_state_comes_into_step(start: list[int]) -> None:
+    """Peers that take turns end within one round of each other."""
+    rounds = list(start)
+    for _ in range(3 * len(rounds)):
+        slowest = min(range(len(rounds)), key=lambda index: (rounds[index], index))
+        rounds[slowest], _ = next_round(rounds[slowest], rounds[:slowest] + rounds[slowest + 1 :])
+    ahead = max(rounds) - sorted(rounds)[len(rounds) // 2]
+    assert ahead <= max(1, max(start) - sorted(start)[(len(start) - 1) // 2])
+
+
+@pytest.mark.parametrize(
+    ("mine", "others", "limit", "stale"),
+    [
+        (3, [], 5, False),
+        (3, [8], 5, False),
+        (3, [9], 5, True),
+        (3, [4, 100], 5, False),
+        (3, [100, 100, 4], 5, True),
+        (50, [3, 4], 5, False),
+    ],
+)
+def test_is_stale(mine: int, others: list[int], limit: int, stale: bool) -> None:
+    found, reason = is_stale(mine, others, limit)
+    assert found is stale
+    assert reason
+
+
+def test_limit_must_be_a_round_at_least() -> None:
+    with pytest.raises(ValueError, match="stale_rounds is 0"):
+        is_stale(3, [9], 0)
