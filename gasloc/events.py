@@ -1,0 +1,253 @@
+"""What happens in a run, as typed events: one JSON object a line. The schema is in `docs/events.md`."""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar, TextIO, TypeAlias
+
+from gasloc.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class RunStarted:
+    """The trainer is ready; the first step comes next."""
+
+    name: ClassVar[str] = "run_started"
+    peer: str
+    run: str
+    recipe: str
+    digest: str
+    rounds: int
+    round: int
+    step: int
+    """Local steps taken so far; above 0 after a resume."""
+    resumed: bool
+    parameters: int
+    device: str
+    threads: int
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """The peer can be dialled."""
+
+    name: ClassVar[str] = "listening"
+    peer: str
+    addresses: tuple[str, ...]
+    join: str
+    """The complete command for the next peer."""
+    local_only: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The peer is in a swarm with others and knows where it starts."""
+
+    name: ClassVar[str] = "joined"
+    round: int
+    members: int
+    """Members seen, this peer included."""
+    source: str
+    """`donor`: downloaded; `initial`: nobody had trained yet; `checkpoint`: our own was recent enough."""
+    reason: str
+    size_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeStarted:
+    """Local steps are done; these partners are dialled or waited for."""
+
+    name: ClassVar[str] = "exchange_started"
+    round: int
+    partners: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A round ended with its outer step."""
+
+    name: ClassVar[str] = "round"
+    round: int
+    """The round that ended, from 0."""
+    step: int
+    loss: float
+    """Mean training loss over the round's local steps, nats per token."""
+    lr: float
+    local_steps: int
+    tokens: int
+    """Tokens trained on so far, by this peer."""
+    tokens_per_s: float
+    partners: tuple[str, ...]
+    """Partners whose parameters were mixed in."""
+    mixed: bool
+    tried: bool
+    """There was somebody to mix with."""
+    reason: str
+    """What came of the exchange with each partner, in words."""
+    next_round: int
+    next_reason: str
+    distance: float | None
+    """Mean over partners of ||phi_partner - phi|| / ||phi|| before mixing; None where nobody mixed."""
+    bytes_sent: int
+    bytes_received: int
+    exchange_s: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Loss on the held-out split."""
+
+    name: ClassVar[str] = "evaluation"
+    round: int
+    """Rounds done when it was measured."""
+    step: int
+    validation_loss: float
+    """Nats per token."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSaved:
+    """A checkpoint is whole on disk."""
+
+    name: ClassVar[str] = "checkpoint"
+    path: str
+    round: int
+    step: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """Something is wrong that training survives."""
+
+    name: ClassVar[str] = "warning"
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The run was told to stop before its last round; a checkpoint was saved."""
+
+    name: ClassVar[str] = "stopped"
+    reason: str
+    round: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The run's last round is done and the model is saved."""
+
+    name: ClassVar[str] = "finished"
+    round: int
+    step: int
+    tokens: int
+    model: str
+    """The file with the final weights."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The process ends with an error."""
+
+    name: ClassVar[str] = "failed"
+    message: str
+
+
+Event: TypeAlias = (
+    RunStarted
+    | Listening
+    | Joined
+    | ExchangeStarted
+    | Round
+    | Evaluation
+    | CheckpointSaved
+    | Warned
+    | Stopped
+    | Finished
+    | Failed
+)
+
+Listener: TypeAlias = Callable[[Event], None]
+
+
+def as_line(event: Event, now: float) -> str:
+    """The event as one line of strict JSON without the line's end; `now` in unix seconds.
+
+    A number that is not finite becomes null: JSON has no name for it.
+    """
+    record: dict[str, object] = {"event": event.name, "time": round(now, 3)}
+    for field in fields(event):
+        value = getattr(event, field.name)
+        record[field.name] = None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(record, allow_nan=False)
+
+
+class EventLog:
+    """Appends events to a file, a line at a time, and passes them on to listeners.
+
+    Used from one thread. A line is flushed as it is written, so a reader sees whole lines and a killed
+    process loses none that it reported.
+    """
+
+    def __init__(self, path: Path | None, *, echo: TextIO | None = None) -> None:
+        """Opens `path` for appending; `echo` gets a copy of each line. Raises `UsageError` if it cannot."""
+        self._file: TextIO | None = None
+        self._echo = echo
+        self._listeners: list[Listener] = []
+        if path is not None:
+            try:
+                self._file = path.open("a", encoding="utf-8")
+            except OSError as error:
+                raise UsageError(f"'{path}' cannot be written: {error.strerror}") from None
+
+    def listen(self, listener: Listener) -> None:
+        """Calls `listener` with every event from now on."""
+        self._listeners.append(listener)
+
+    def emit(self, event: Event) -> None:
+        """Writes the event and calls every listener."""
+        line = as_line(event, time.time()) + "\n"
+        if self._file is not None:
+            self._file.write(line)
+            self._file.flush()
+        if self._echo is not None:
+            self._write_echo(line)
+        for listener in self._listeners:
+            listener(event)
+
+    def _write_echo(self, line: str) -> None:
+        assert self._echo is not None
+        try:
+            self._echo.write(line)
+            self._echo.flush()
+        except BrokenPipeError:
+            # whoever read our output is gone; the file still has every line
+            self._echo = None
+            if sys.stdout is not None:
+                sys.stdout = None
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Reads an event file; a last line that is not whole, as a killed process leaves it, is skipped."""
+    records: list[dict[str, Any]] = []
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                records.append(json.loads(line))
+    return records
