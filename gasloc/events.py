@@ -232,9 +232,9 @@ class EventLog:
             self._echo.flush()
         except BrokenPipeError:
             # whoever read our output is gone; the file still has every line
+            if self._echo is sys.stdout:
+                sys.stdout = None  # else Python complains of the pipe once more as it exits
             self._echo = None
-            if sys.stdout is not None:
-                sys.stdout = None
 
     def close(self) -> None:
         """Closes the file."""
