@@ -202,7 +202,7 @@ async def fetch_card(transport: Transport, peer: PeerId, *, timeout_s: float, me
 
 
 async def _receive_card(wire: Wire) -> RunCard:
-    header = await _accepted(wire)
+    header = await accepted(wire)
     size_bytes = header.get("size_bytes")
     if type(size_bytes) is not int or not 0 <= size_bytes <= MAX_CARD_BYTES:
         raise ProtocolError(f"a run card of {clean(repr(size_bytes))} bytes: the limit is {MAX_CARD_BYTES}")
@@ -253,8 +253,8 @@ async def fetch_state(
 
 
 async def _receive_state(wire: Wire, limit_bytes: int, prefixes: tuple[str, ...]) -> Snapshot:
-    header = await _accepted(wire)
-    round_, meta = header.get("round"), _meta(header.get("meta"))
+    header = await accepted(wire)
+    round_, meta = header.get("round"), read_meta(header.get("meta"))
     if type(round_) is not int or not 0 <= round_ < 2**63:
         raise ProtocolError("the state's round is not a whole number")
     digest = new_digest()
@@ -271,7 +271,7 @@ async def _receive_state(wire: Wire, limit_bytes: int, prefixes: tuple[str, ...]
     return Snapshot(round_, meta, tensors)
 
 
-async def _accepted(wire: Wire) -> dict[str, object]:
+async def accepted(wire: Wire) -> dict[str, object]:
     """The answer to a request. Raises `RefusedError` with the reason when it is no."""
     header = await wire.receive_header(Kind.HEADER)
     if header.get("answer") != Answer.ACCEPT.value:
@@ -286,7 +286,7 @@ def _text(header: Mapping[str, object], key: str) -> str:
     return text
 
 
-def _meta(value: object) -> dict[str, int | float | str]:
+def read_meta(value: object) -> dict[str, int | float | str]:
     if not isinstance(value, dict) or len(value) > _MAX_META:
         raise ProtocolError(f"the state's meta is not an object of at most {_MAX_META} entries")
     for name, item in value.items():

@@ -208,15 +208,16 @@ class StreamExchange:
         arrived = asyncio.create_task(wait.arrived.wait())
         try:
             await self._first(seeking, arrived, search, wait, deadline)
-            if seeking.done() and isinstance(seeking.result(), _Meeting):
-                return seeking.result()
-            incoming = wait.take()
-            if incoming:
-                return _Meeting(incoming.wire, incoming.hello.note, incoming)
-            return seeking.result() if seeking.done() else _too_late(wait, search.heard)
+            found = seeking.result() if seeking.done() else _too_late(wait, search.heard)
+            incoming = None if isinstance(found, _Meeting) else wait.take()
+            return _Meeting(incoming.wire, incoming.hello.note, incoming) if incoming else found
+        except asyncio.CancelledError:
+            _cut_unused(seeking)
+            raise
         finally:
-            await _drop(seeking)
             arrived.cancel()
+            if seeking.cancel():
+                await asyncio.wait({seeking})
 
     async def _first(
         self,
@@ -382,8 +383,9 @@ def _too_late(wait: Wait, heard: Reply | None) -> Swap:
     return Swap(Answer.TIMEOUT, f"{wait.partner} did not come to {words(wait.slot)} in time")
 
 
-async def _drop(seeking: asyncio.Task[_Meeting | Swap]) -> None:
-    """Ends a search that is no longer needed, if it still runs."""
-    if not seeking.done():
-        seeking.cancel()
-        await asyncio.wait({seeking})
+def _cut_unused(seeking: asyncio.Task[_Meeting | Swap]) -> None:
+    """A stream that was accepted just as we were cancelled."""
+    if seeking.done() and not seeking.cancelled() and not seeking.exception():
+        found = seeking.result()
+        if isinstance(found, _Meeting):
+            found.wire.cut()

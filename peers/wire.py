@@ -94,7 +94,7 @@ class Wire:
         size_bytes = _HEAD.size + len(payload)
         self.sent_bytes += size_bytes
         if self._meter:
-            self._meter.count(self._conversation, sent=size_bytes)
+            self._meter.sent(self._conversation, size_bytes)
         if self._moved:
             self._moved(size_bytes)
 
@@ -164,7 +164,7 @@ class Wire:
             at += len(piece)
             self.received_bytes += len(piece)
             if self._meter:
-                self._meter.count(self._conversation, received=len(piece))
+                self._meter.received(self._conversation, len(piece))
             if self._moved:
                 self._moved(len(piece))
 
