@@ -1,8 +1,7 @@
-"""Counts the bytes that our protocols send and receive, by kind."""
+"""Counts the bytes that our protocols send and receive, by the kind of conversation."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +16,7 @@ class Traffic:
 
 
 class Meter:
-    """Totals since the start, one for each kind of traffic ("exchange", "state", "card").
+    """Totals since the start, one for each kind of conversation ("exchange", "probe", "state", "card").
 
     Counts what our protocols put on and take off their streams, headers and checksums included; encryption,
     libp2p's own frames and the DHT are not in it. Not locked: count on the event loop's thread; totals may
@@ -27,14 +26,18 @@ class Meter:
     def __init__(self) -> None:
         self._by_kind: dict[str, Traffic] = {}
 
-    def count(self, kind: str, *, sent: int = 0, received: int = 0) -> None:
-        """Adds bytes to one kind."""
-        self._by_kind[kind] = self._by_kind.get(kind, Traffic()) + Traffic(sent, received)
+    def sent(self, kind: str, size_bytes: int) -> None:
+        """Adds bytes that went out."""
+        self._by_kind[kind] = self._by_kind.get(kind, Traffic()) + Traffic(sent_bytes=size_bytes)
+
+    def received(self, kind: str, size_bytes: int) -> None:
+        """Adds bytes that came in."""
+        self._by_kind[kind] = self._by_kind.get(kind, Traffic()) + Traffic(received_bytes=size_bytes)
 
     @property
     def by_kind(self) -> Mapping[str, Traffic]:
         """A copy of the totals of each kind."""
-        return MappingProxyType(dict(self._by_kind))
+        return self._by_kind.copy()
 
     @property
     def total(self) -> Traffic:
