@@ -29,6 +29,7 @@ class RunStarted:
     parameters: int
     device: str
     threads: int
+    pid: int
     folder: str
 
 

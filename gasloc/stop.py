@@ -1,0 +1,51 @@
+"""Told to stop: once means in good order, twice means now."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Self
+
+EXIT_NOW = 130
+
+
+class Stop:
+    """Turns SIGINT and SIGTERM into an event, for a `with` block on the main thread.
+
+    The first signal sets `event`; the second calls `on_second` and ends the process at once with code 130.
+    """
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.on_second: Callable[[], None] | None = None
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number in self._before:
+            # a signal that comes while the process ends must not start a traceback
+            signal.signal(number, signal.SIG_IGN)
+
+    def tell(self) -> None:
+        """Asks for an orderly end. From any thread."""
+        self.event.set()
+
+    def exit_now(self) -> None:
+        """Ends the process at once. From any thread; does not return."""
+        try:
+            if self.on_second is not None:
+                self.on_second()
+        finally:
+            os._exit(EXIT_NOW)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.event.is_set():
+            self.exit_now()
+        self.tell()
