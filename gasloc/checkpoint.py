@@ -1,7 +1,7 @@
 """Checkpoints: a folder each, with tensors in safetensors and the rest in JSON, written whole or not at all.
 
     DIR/checkpoint-000012/tensors.safetensors
-    DIR/checkpoint-000012/checkpoint.json      # plain values, and the SHA-256 and size of the tensors' file
+    DIR/checkpoint-000012/checkpoint.json      # plain values; SHA-256 and size of the tensors' file, and its own
 
 A checkpoint is written under a temporary name, flushed to the disk, then renamed, so whoever finds one under its
 final name finds all of it. Nothing is ever unpickled.
@@ -29,6 +29,8 @@ _DOCUMENT = "checkpoint.json"
 _FORMAT = 1
 _NAME = re.compile(r"checkpoint-(\d{6,})")
 _TEMPORARY = ".saving-"
+_NOT_WHOLE = (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError)
+"""The last three: a document whose checksum fits, but which some other program wrote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ def load_latest(folder: Path, *, digest: str | None = None) -> Checkpoint | None
     for path in paths:
         try:
             tensors, meta = _read(path)
-        except (OSError, SafetensorError, ValueError) as error:
+        except _NOT_WHOLE as error:
             skipped.append(f"{path.name}: {_reason(error)}")
             continue
         saved = meta.get("digest")
@@ -111,39 +113,31 @@ def _write(folder: Path, tensors: Mapping[str, Tensor], meta: dict[str, Any]) ->
     document = {
         "format": _FORMAT,
         "files": {_TENSORS: {"sha256": _sha256(file), "bytes": file.stat().st_size}},
-        "meta_sha256": _meta_sha256(meta),
         "tied": tied,
         "meta": meta,
     }
+    document["sha256"] = _document_sha256(document)
     (folder / _DOCUMENT).write_text(json.dumps(document, indent=1))
     for written in (file, folder / _DOCUMENT, folder):
         _flush(written)
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Raises `ValueError`, `OSError` or `SafetensorError` where the checkpoint is not whole."""
+    """Raises one of `_NOT_WHOLE` where the checkpoint is not whole."""
     document = json.loads((path / _DOCUMENT).read_text())
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
         raise ValueError(f"{_DOCUMENT} is not a checkpoint of format {_FORMAT}")
-    try:
-        expected, meta, tied = document["files"][_TENSORS], document["meta"], document["tied"]
-        size, sha256, meta_sha256 = expected["bytes"], expected["sha256"], document["meta_sha256"]
-        tied = {str(name): str(first) for name, first in tied.items()}
-    except (KeyError, TypeError, AttributeError):
-        raise ValueError(f"{_DOCUMENT} lacks a part") from None
-    if not isinstance(meta, dict) or _meta_sha256(meta) != meta_sha256:
+    if document.pop("sha256", None) != _document_sha256(document):
         raise ValueError(f"{_DOCUMENT} was altered: its SHA-256 differs")
+    size, sha256 = document["files"][_TENSORS]["bytes"], document["files"][_TENSORS]["sha256"]
     file = path / _TENSORS
     if file.stat().st_size != size:
         raise ValueError(f"{_TENSORS} has {file.stat().st_size} bytes of {size}")
     if _sha256(file) != sha256:
         raise ValueError(f"{_TENSORS} was altered: its SHA-256 differs")
     tensors = load_file(file)
-    for name, first in tied.items():
-        if first not in tensors:
-            raise ValueError(f"{_DOCUMENT} ties '{name}' to '{first}', which is not there")
-        tensors[name] = tensors[first]
-    return tensors, meta
+    tensors |= {name: tensors[first] for name, first in document["tied"].items()}
+    return tensors, document["meta"]
 
 
 def _distinct(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -181,8 +175,9 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _meta_sha256(meta: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
+def _document_sha256(document: Mapping[str, Any]) -> str:
+    """Of everything in the document but this checksum itself."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def _flush(path: Path) -> None:
@@ -194,4 +189,6 @@ def _flush(path: Path) -> None:
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, LookupError | TypeError | AttributeError):
+        return f"{_DOCUMENT} is of another form"
     return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -39,10 +39,12 @@ def learning_rate(step: int, config: InnerConfig, total_steps: int) -> float:
 
     A peer that goes on past `total_steps` keeps the final rate. A warm-up longer than the run is cut to it.
     """
+    if step >= total_steps:
+        return config.learning_rate * config.final_share
     warmup = min(config.warmup_steps, total_steps)
     if step < warmup:
         return config.learning_rate * (step + 1) / warmup
-    progress = min((step - warmup) / max(total_steps - warmup, 1), 1.0)
+    progress = (step - warmup) / (total_steps - warmup)
     share = config.final_share + (1 - config.final_share) * 0.5 * (1 + math.cos(math.pi * progress))
     return config.learning_rate * share
 
