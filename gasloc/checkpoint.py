@@ -129,6 +129,8 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise ValueError(f"{_DOCUMENT} is not a checkpoint of format {_FORMAT}")
     if document.pop("sha256", None) != _document_sha256(document):
         raise ValueError(f"{_DOCUMENT} was altered: its SHA-256 differs")
+    if not isinstance(document["meta"], dict):
+        raise TypeError("meta is no object")
     size, sha256 = document["files"][_TENSORS]["bytes"], document["files"][_TENSORS]["sha256"]
     file = path / _TENSORS
     if file.stat().st_size != size:

@@ -210,6 +210,7 @@ def test_a_crafted_pickle_is_refused_and_runs_nothing(tmp_path: Path, form: str)
         {"format": 2},
         {"format": 1},
         {"format": 1, "files": [], "meta": {}},
+        {"format": 1, "files": {}, "tied": {}, "meta": []},
         {"format": 1, "files": 3, "tied": {}, "meta": {}},
         {"format": 1, "files": {TENSORS: {"bytes": None, "sha256": None}}, "tied": {}, "meta": {}},
     ],

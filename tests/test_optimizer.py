@@ -1,5 +1,7 @@
 """`GaslocOptimizer` in loops written by hand: alone, with partners, over odd models, resumed."""
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -62,6 +64,12 @@ def assert_same_bits(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) ->
     assert left.keys() == right.keys()
     for name, tensor in left.items():
         assert torch.equal(tensor, right[name]), name
+
+
+def test_the_package_names_it_without_importing_torch_before_it_is_used() -> None:
+    script = "import sys, gasloc; early = 'torch' in sys.modules; from gasloc import *; print(early, GaslocOptimizer)"
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=50)
+    assert finished.stdout == "False <class 'gasloc.optimizer.GaslocOptimizer'>\n"
 
 
 # --- alone -----------------------------------------------------------------------------------------------------
