@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from gasloc import mixing, named_state, rounds, topology
 from gasloc.errors import ModelError, RunError, UsageError
 from gasloc.outer import MakeOptimizer, OuterStep
-from gasloc.replica import Replica
+from gasloc.replica import Replica, plain_name
 from peers.exchange import Answer, Offer, PeerId, Slot, Swap, Tensors
 
 
@@ -317,7 +317,7 @@ def _check(name: str, local_steps: int) -> None:
 def _named_for(inner: Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """The inner optimizer's parameters by the model's names for them."""
     held = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
-    named: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if id(p) in held}
+    named: dict[str, Tensor] = {plain_name(n): p for n, p in model.named_parameters() if id(p) in held}
     if len(named) < len(held):
         raise ModelError(
             f"the inner optimizer holds {len(held) - len(named)} parameters that are not of the model: "

@@ -21,7 +21,7 @@ class Replica:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._parameters = {_plain(name): trainable[name] for name in _distinct(trainable.items())}
+        self._parameters = {plain_name(name): trainable[name] for name in _distinct(trainable.items())}
         persistent = model.state_dict().keys()
         floating = [(n, b) for n, b in model.named_buffers() if n in persistent and b.is_floating_point()]
         self._buffer_names = _distinct(floating)
@@ -67,7 +67,7 @@ class Replica:
     def _present_buffers(self) -> dict[str, Tensor]:
         """Looked up anew each time: a module may replace a buffer by another tensor."""
         present = dict(self._model.named_buffers())
-        return {_plain(name): present[name].detach() for name in self._buffer_names}
+        return {plain_name(name): present[name].detach() for name in self._buffer_names}
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -75,7 +75,8 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.detach() if tensor.dtype == torch.float64 else tensor.detach().to(torch.float32)
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
+    """The name without the prefix that `torch.compile` puts before it."""
     return name.replace("_orig_mod.", "")
 
 

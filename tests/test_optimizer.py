@@ -351,6 +351,55 @@ def test_distance_is_relative_to_ones_own_parameters() -> None:
     assert sorted(result.distance or 0.0 for result in results) == pytest.approx([2 / 3, 2.0])
 
 
+class Compiled(nn.Module):
+    """As `torch.compile` wraps a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = model
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self._orig_mod(inputs)
+        return output
+
+
+def test_a_peer_that_compiles_its_model_agrees_with_one_that_does_not() -> None:
+    plain, inside = perceptron(seed=1), perceptron(seed=2)
+    compiled = Compiled(inside)
+    _, sent = mix_once([plain, compiled])
+    assert sent[0].keys() == sent[1].keys()
+    assert_close(values(plain), values(inside))
+    ours, theirs = (GaslocOptimizer(adamw(model), model, local_steps=2) for model in (plain, compiled))
+    train(compiled, theirs, range(3))
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.round == 1
+    assert_same_bits(ours.state_dict()["tensors"], theirs.state_dict()["tensors"])
+
+
+def test_buffers_that_a_module_replaces_are_followed() -> None:
+    class Averaging(nn.Module):
+        def __init__(self, value: float) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(2))
+            self.register_buffer("mean", torch.zeros(2))
+            self.value = value
+
+        def forward(self) -> Tensor:
+            self.mean = torch.full((2,), self.value)
+            return self.weight.sum()
+
+    models = [Averaging(1.0), Averaging(3.0)]
+    places = seats("ab")
+    optimizers = [
+        GaslocOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, network=seat, local_steps=1)
+        for model, seat in zip(models, places, strict=True)
+    ]
+    for model in models:
+        model()
+    at_once(*(optimizer.step for optimizer in optimizers))
+    assert [model.mean.tolist() for model in models] == [[2.0, 2.0]] * 2
+
+
 # --- precision -------------------------------------------------------------------------------------------------
 
 
