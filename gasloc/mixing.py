@@ -46,10 +46,15 @@ def distance(own: _Tensors, other: _Tensors) -> float:
     return _ratio(math.sqrt(apart), math.sqrt(size))
 
 
+def squared_norm(tensors: _Tensors) -> float:
+    """`||tensors||^2` over all of them, accumulated in float64."""
+    return sum(_square_norm(tensor.double()) for tensor in tensors.values())
+
+
 def spread(states: Sequence[_Tensors]) -> float:
     """The replica spread (consensus error): `mean_i ||theta_i - mean|| / ||mean||`, accumulated in float64.
 
-    0 for equal replicas or a single one. Raises `ModelError` where layouts differ, `ValueError` for no states.
+    0, to rounding, for equal replicas. Raises `ModelError` where layouts differ, `ValueError` for no states.
     """
     if not states:
         raise ValueError("spread of no replicas is undefined: give at least one")

@@ -39,7 +39,8 @@ def local_adamw(worker: int, round: int, theta: State) -> State:
     optimizer = torch.optim.AdamW(theta.values(), lr=0.03)
     for _ in range(3 + worker):
         optimizer.zero_grad()
-        torch.nn.functional.mse_loss(inputs @ theta["weight"] + theta["bias"], targets).backward()  # type: ignore[no-untyped-call]
+        loss = torch.nn.functional.mse_loss(inputs @ theta["weight"] + theta["bias"], targets)
+        torch.autograd.backward(loss)
         optimizer.step()
     return {name: tensor.detach() for name, tensor in theta.items()}
 
@@ -240,8 +241,8 @@ def test_mean_of_the_published_rule_follows_nesterov(name: str) -> None:
         return {key: tensor + mean_move[key] for key, tensor in theta.items()}
 
     make = make_outer(OuterConfig(learning_rate=lr, momentum=gamma))
-    for expected in diloco(mean_of(list(thetas.values())), inner, make, workers=1, rounds=5):
-        round = 0
+    reference = diloco(mean_of(list(thetas.values())), inner, make, workers=1, rounds=5)
+    for round, expected in enumerate(reference):
         zs = {}
         for peer, theta in thetas.items():
             phi = {key: tensor + moves[peer][key] for key, tensor in theta.items()}

@@ -1,7 +1,7 @@
 """Which round comes next, and when a peer's state is too old."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gasloc.rounds import is_stale, next_round
@@ -32,6 +32,7 @@ def test_next_round(mine: int, others: list[int], expected: int, word: str) -> N
     assert "\n" not in reason
 
 
+@settings(deadline=None)
 @given(mine=ROUNDS, others=st.lists(ROUNDS, max_size=20))
 def test_rounds_always_go_forward(mine: int, others: list[int]) -> None:
     found, _ = next_round(mine, others)
@@ -39,11 +40,13 @@ def test_rounds_always_go_forward(mine: int, others: list[int]) -> None:
     assert found == mine + 1 or found in others
 
 
+@settings(deadline=None)
 @given(mine=ROUNDS, others=st.lists(ROUNDS, min_size=2, max_size=20))
 def test_order_of_others_does_not_matter(mine: int, others: list[int]) -> None:
     assert next_round(mine, others) == next_round(mine, sorted(others))
 
 
+@settings(deadline=None)
 @given(start=st.lists(st.integers(0, 500), min_size=2, max_size=8))
 def test_a_swarm_in_any_state_comes_into_step(start: list[int]) -> None:
     """Peers that take turns end within one round of each other."""
