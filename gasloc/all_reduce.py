@@ -1,0 +1,146 @@
+"""All-to-all without a server: reduce-scatter, then all-gather (Rabenseifner's all-reduce over a full mesh).
+
+The model is cut into as many pieces as there are members; each member owns one. A peer sends every other the piece
+that it owns (scatter), owners average, and send the average back to all (gather): about `2 (n-1)/n` of the model
+out of each peer and as much in, where swapping whole models takes `n-1` of it.
+
+A member that is missing is left out and the weights are renormalised: owners average what came, and the pieces
+whose owner is missing are traded among those who are left (repair).
+"""
+
+from collections.abc import Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from gasloc.mixing import mix
+from peers.exchange import Offer, PeerId, Slot, Swap, Tensors, layout_of
+
+T = TypeVar("T")
+
+SCATTER, GATHER, REPAIR = "1-scatter", "2-gather", "3-repair"
+"""Phases of one all-reduce, in the order in which slots count them."""
+
+Trades = Generator[tuple[Slot, Mapping[PeerId, Offer]], Mapping[PeerId, Swap], T]
+"""Yields what is to be traded in a slot, is sent what came of it, and returns a `T` in the end.
+
+So whoever drives it may block, as the trainer does, or await, as the simulator does.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """The outcome at one peer."""
+
+    mix: dict[str, Tensor]
+    """The average; like `phi` in names, shapes and dtypes. Where a piece could not be had, `phi` itself."""
+    swaps: dict[PeerId, Swap]
+    """One a partner, bytes of all phases summed. Its tensors are empty: they went into `mix`."""
+
+
+def cut(sizes: Mapping[str, int], count: int) -> list[list[tuple[str, int, int]]]:
+    """Cuts named flat tensors, end to end in order of names, into `count` pieces of equal length to one element.
+
+    `sizes` are numbers of elements. A piece is a list of (name, start, stop) and may be empty.
+    """
+    total = sum(sizes.values())
+    bounds = [total * index // count for index in range(count + 1)]
+    pieces: list[list[tuple[str, int, int]]] = [[] for _ in range(count)]
+    begin = 0
+    for name in sorted(sizes):
+        end = begin + sizes[name]
+        for index in range(count):
+            start, stop = max(begin, bounds[index]), min(end, bounds[index + 1])
+            if start < stop:
+                pieces[index].append((name, start - begin, stop - begin))
+        begin = end
+    return pieces
+
+
+def all_reduce(
+    phi: Tensors,
+    members: Collection[PeerId],
+    me: PeerId,
+    slot: Slot,
+    *,
+    note: Mapping[str, float],
+) -> Trades[Reduced]:
+    """The plain mean of all members' `phi`, over those that answer. Changes nothing but by its return.
+
+    All members must call it in the same slot with the same `members`; a member with another view of who takes
+    part expects other pieces and is refused by name, so it counts as missing. Where both sides of every failed
+    pair saw it fail, all who are left end with equal values, bit for bit.
+    """
+    order = sorted(members)
+    flat = {name: tensor.reshape(-1) for name, tensor in phi.items()}
+    pieces = cut({name: tensor.numel() for name, tensor in flat.items()}, len(order))
+    views = {peer: _views(flat, piece) for peer, piece in zip(order, pieces, strict=True)}
+    others = [peer for peer in order if peer != me]
+
+    own_layout = layout_of(views[me])
+    scattered = yield (
+        _phase(slot, SCATTER),
+        {peer: Offer(views[peer], expect=own_layout, note=note) for peer in others},
+    )
+    own_piece = _mean(views[me], _tensors(scattered), me)
+    gathered = yield (
+        _phase(slot, GATHER),
+        {peer: Offer(own_piece, expect=layout_of(views[peer]), note=note) for peer in others},
+    )
+    averages = {me: own_piece} | {peer: swap.tensors for peer, swap in gathered.items() if swap.tensors is not None}
+    missing = [peer for peer in others if peer not in averages]
+    left = [peer for peer in others if peer in averages]
+    repaired: Mapping[PeerId, Swap] = {}
+    if missing and left:
+        orphaned = {name: view for peer in missing for name, view in views[peer].items()}
+        repaired = yield _phase(slot, REPAIR), {peer: Offer(orphaned, note=note) for peer in left}
+        averages[REPAIR] = _mean(orphaned, _tensors(repaired), me)
+    return Reduced(_assemble(phi, flat, averages.values()), _summed(others, (scattered, gathered, repaired)))
+
+
+def _phase(slot: Slot, phase: str) -> Slot:
+    return replace(slot, phase=slot.phase + phase)
+
+
+def _views(flat: Tensors, piece: Sequence[tuple[str, int, int]]) -> dict[str, Tensor]:
+    return {f"{name}[{start}:{stop}]": flat[name][start:stop] for name, start, stop in piece}
+
+
+def _tensors(swaps: Mapping[PeerId, Swap]) -> dict[PeerId, Tensors]:
+    return {peer: swap.tensors for peer, swap in swaps.items() if swap.tensors is not None}
+
+
+def _mean(own: Tensors, received: Mapping[PeerId, Tensors], me: PeerId) -> dict[str, Tensor]:
+    weight = 1.0 / (len(received) + 1)
+    return mix(own, received, dict.fromkeys((*received, me), weight), me)
+
+
+def _assemble(phi: Tensors, flat: Tensors, averages: Collection[Tensors]) -> dict[str, Tensor]:
+    """Puts pieces back into tensors of the model's shapes; where there is no piece, `phi` stays."""
+    whole = {name: tensor.clone() for name, tensor in flat.items()}
+    for piece in averages:
+        for label, values in piece.items():
+            name, _, span = label.rpartition("[")
+            start, stop = (int(bound) for bound in span.removesuffix("]").split(":"))
+            whole[name][start:stop].copy_(values)
+    return {name: tensor.reshape(phi[name].shape) for name, tensor in whole.items()}
+
+
+def _summed(others: Collection[PeerId], phases: Sequence[Mapping[PeerId, Swap]]) -> dict[PeerId, Swap]:
+    """One swap a partner: it mixed if its values came in, by the scatter or by the repair."""
+    result: dict[PeerId, Swap] = {}
+    no_tensors: dict[str, torch.Tensor] = {}
+    for peer in others:
+        parts = [phase[peer] for phase in phases if peer in phase]
+        failed = next((part for part in parts if part.tensors is None), None)
+        base = failed if failed is not None else parts[-1]
+        result[peer] = replace(
+            base,
+            tensors=None if failed is not None else no_tensors,
+            bytes_sent=sum(part.bytes_sent for part in parts),
+            bytes_received=sum(part.bytes_received for part in parts),
+            seconds=sum(part.seconds for part in parts),
+        )
+    return result
