@@ -13,38 +13,28 @@ One round (DESIGN: theta at its start, phi after the local steps, W this round's
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, overload
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gasloc import mixing, named_state, rounds, topology
+from gasloc import fragments as fragmentation
+from gasloc import mixing, named_state, rounds
+from gasloc import topology as topologies
 from gasloc.errors import ModelError, RunError, UsageError
+from gasloc.gossip import Exchanged, Network, Plan, exchange, joined
 from gasloc.outer import MakeOptimizer, OuterStep
 from gasloc.replica import Replica, plain_name
-from peers.exchange import Answer, Offer, PeerId, Slot, Swap, Tensors
+from peers.exchange import Answer, PeerId, Slot, Swap, Tensors
+
+__all__ = ["GaslocOptimizer", "Network", "RoundResult", "default_outer"]
 
 
-class Network(Protocol):
-    """What the optimizer sees of the swarm. `gasloc.swarm.Swarm` is one."""
-
-    @property
-    def me(self) -> PeerId: ...
-
-    def members(self, round: int) -> Collection[PeerId]:
-        """Those ready to mix near `round`, me included."""
-        ...
-
-    def swap(self, slot: Slot, offers: Mapping[PeerId, Offer], *, timeout_s: float) -> dict[PeerId, Swap]:
-        """Trades with every partner at once and blocks until done; see `peers.exchange.Exchange.swap`."""
-        ...
-
-    def others_rounds(self) -> list[int]:
-        """The rounds that the other members publish."""
-        ...
+_LAST = 0
+"""The fragment at offset 0: due after the last step of the round, and the only one without fragments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +46,37 @@ class RoundResult:
     partners: tuple[PeerId, ...]
     """Those whose parameters went into the mix."""
     swaps: Mapping[PeerId, Swap]
-    tried: bool
-    """There was somebody to mix with."""
-    mixed: bool
+    """One a partner over all of the round's exchanges, without tensors."""
+    mixes_tried: int
+    """Mixes for which there was somebody to trade with."""
+    mixes_done: int
+    """Mixes into which at least one partner's parameters went."""
     reason: str
     distance: float | None
-    """Mean over partners of ||phi_partner - phi|| / ||phi|| before mixing; None where nobody mixed."""
+    """||mix - phi|| / ||phi||: how far mixing moved this peer; None where nobody mixed."""
     exchange_s: float
     bytes_sent: int
     bytes_received: int
     next_round: int
     next_reason: str
+
+    @property
+    def tried(self) -> bool:
+        """There was somebody to mix with."""
+        return self.mixes_tried > 0
+
+    @property
+    def mixed(self) -> bool:
+        """Somebody's parameters went into the mix."""
+        return self.mixes_done > 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A fragment: tensors that travel together, and their outer step."""
+
+    names: tuple[str, ...]
+    outer: OuterStep
 
 
 def default_outer(anchor: list[Tensor]) -> Optimizer:
@@ -90,8 +100,12 @@ class GaslocOptimizer(Optimizer):
     A partner that does not answer is left out; its weight goes to oneself. `on_round` is called on the
     training thread after each round, with the model at the next round's start.
 
-    Raises `UsageError` for an unknown topology or `local_steps` below 1, and `ModelError` where `inner` holds
-    a parameter that is not of `model` or `model` has nothing to train.
+    `mixes` partners are drawn one after another in each exchange. With `fragments` above 1 the model is cut into
+    as many parts of whole tensors, each of which is exchanged and takes its outer step at its own step of the
+    round (streaming, arXiv 2501.18512); buffers travel with the last, at the round's end.
+
+    Raises `UsageError` for an unknown topology, counts below 1 or more fragments than tensors or steps, and
+    `ModelError` where `inner` holds a parameter that is not of `model` or `model` has nothing to train.
     """
 
     def __init__(
@@ -102,12 +116,15 @@ class GaslocOptimizer(Optimizer):
         network: Network | None = None,
         topology: str = "2-peer",
         local_steps: int = 30,
+        mixes: int = 1,
+        fragments: int = 1,
         seed: int = 0,
         outer: MakeOptimizer | None = None,
         grace_s: float = 10.0,
         on_round: Callable[[RoundResult], None] | None = None,
     ) -> None:
-        _check(topology, local_steps)
+        _check(topology, local_steps, mixes)
+        fragmentation.offsets(fragments, local_steps)
         super().__init__(inner.param_groups, inner.defaults)
         self.inner = inner
         self._share_groups(inner)
@@ -120,15 +137,14 @@ class GaslocOptimizer(Optimizer):
         self.local_step = 0
         """Local steps taken in this round."""
         self._network = network
-        self._topology = topology
-        self._seed = seed
-        self._grace_s = grace_s
+        self._plan = Plan(topology, seed, mixes, grace_s)
         self._on_round = on_round
         self._replica = Replica(model)
         self._inner_parameters = _named_for(inner, model)
         self._anchor = self._replica.parameters()
         self._buffers = self._replica.buffers()
-        self._outer = OuterStep(self._anchor, outer or default_outer)
+        self._parts = _cut(self._anchor, fragments, outer or default_outer)
+        self._begin_round()
         self._lock = threading.Lock()
         """Held while anchor, outer state and round change, so that `snapshot` sees one round or the next."""
 
@@ -139,15 +155,21 @@ class GaslocOptimizer(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Takes one local step; after the round's last one, exchanges and takes the outer step.
+        """Takes one local step; where a fragment is due, exchanges it and takes its outer step.
 
         Then blocks for the exchange, up to the grace and the transfer itself, and sets gradients to None.
-        Raises `RunError`, before anything is sent, when the parameters are not finite.
+        Without fragments all is due after the round's last step. Raises `RunError`, before anything is sent,
+        when the parameters are not finite.
         """
         loss = self.inner.step(closure) if closure is not None else self.inner.step()
         self.local_step += 1
-        if self.local_step >= self.local_steps:
-            result = self._end_round()
+        for index in self._due():
+            mix = self._mixed(index)
+            if index != _LAST:
+                with self._lock:
+                    self._take_outer_step(index, mix)
+                continue
+            result = self._end_round(mix)
             if self._on_round is not None:
                 self._on_round(result)
         return loss
@@ -156,68 +178,93 @@ class GaslocOptimizer(Optimizer):
         """Clears the gradients, as `inner` does."""
         self.inner.zero_grad(set_to_none)
 
+    def _due(self) -> list[int]:
+        """The fragments to exchange after this local step, in the order of their turns."""
+        count = len(self._parts)
+        if self.local_steps < count:  # a peer that takes few steps: all at once
+            return [*range(1, count), _LAST] if self.local_step >= self.local_steps else []
+        return fragmentation.due(min(self.local_step, self.local_steps), self.local_steps, count)
+
+    def _begin_round(self) -> None:
+        self._exchanged: list[Exchanged] = []
+        self._exchange_s = 0.0
+        self._moved_squared = self._size_squared = 0.0
+
     @torch.no_grad()
-    def _end_round(self) -> RoundResult:
+    def _mixed(self, index: int) -> Tensors:
+        """Fragment `index` after mixing it with this round's partners. The last one brings the buffers."""
         self.inner.zero_grad(set_to_none=True)
-        phi = self._replica.moved(self._anchor)
-        for name in self._anchor:
+        part = self._parts[index]
+        names = (*part.names, *self._buffers) if index == _LAST else part.names
+        phi = _only(names, self._replica.moved(self._anchor))
+        for name in part.names:
             if not phi[name].isfinite().all():
                 raise RunError(
                     f"round {self.round}: parameter '{name}' is no longer finite, so nothing was sent; "
                     "lower the learning rate and resume from the last checkpoint"
                 )
+        return self._trade(index, phi) if self._network is not None else phi
+
+    @torch.no_grad()
+    def _take_outer_step(self, index: int, mix: Tensors) -> None:
+        part = self._parts[index]
+        part.outer.step(_only(part.names, mix))
+        if index == _LAST:
+            self._buffers = _only(self._buffers, mix)
+        self._replica.assign(_only(part.names, self._anchor), self._buffers if index == _LAST else {})
+
+    def _trade(self, index: int, phi: Tensors) -> Tensors:
+        """What mixing with this round's partners makes of `phi`."""
+        assert self._network is not None, "a peer without a network does not trade"
         started = time.perf_counter()
-        weights, swaps = self._trade(phi)
-        exchange_s = time.perf_counter() - started
-        received: dict[PeerId, Tensors] = {}
-        for peer, swap in swaps.items():
-            if swap.tensors is None:
-                continue
-            spoiled = _spoiled(swap.tensors, phi)
-            if spoiled is None:
-                received[peer] = swap.tensors
-            else:
-                reason = f"it sent values in '{spoiled}' that are not finite"
-                swaps[peer] = replace(swap, answer=Answer.REFUSED, reason=reason, tensors=None)
-        distances = [mixing.distance(_only(self._anchor, phi), _only(self._anchor, t)) for t in received.values()]
-        mix = mixing.mix(phi, received, weights, self._network.me if self._network else "")
+        phase = f"fragment-{index}-" if len(self._parts) > 1 else ""
+        # fragments are due in the order 1, 2, ..., and 0 at the end
+        turn = (index - 1) % len(self._parts)
+        exchanged = exchange(
+            self._network,
+            self._plan,
+            phi,
+            Slot(self.round, turn, phase),
+            members=self._network.members(self.round),
+            note={"local_steps": float(self.local_step)},
+        )
+        self._exchange_s += time.perf_counter() - started
+        self._exchanged.append(exchanged)
+        if exchanged.mixes_done:
+            size_squared = mixing.squared_norm(phi)
+            self._moved_squared += mixing.distance(phi, exchanged.mix) ** 2 * size_squared
+            self._size_squared += size_squared
+        return exchanged.mix
+
+    def _end_round(self, mix: Tensors) -> RoundResult:
+        swaps: dict[PeerId, Swap] = {}
+        for exchanged in self._exchanged:
+            for peer, swap in exchanged.swaps.items():
+                swaps[peer] = joined(swaps[peer], swap) if peer in swaps else swap
         others = self._network.others_rounds() if self._network else []
         next_round, next_reason = rounds.next_round(self.round, others)
+        tried = sum(exchanged.mixes_tried for exchanged in self._exchanged)
+        done = sum(exchanged.mixes_done for exchanged in self._exchanged)
         result = RoundResult(
             round=self.round,
             local_steps=self.local_step,
-            partners=tuple(received),
+            partners=tuple(dict.fromkeys(peer for exchanged in self._exchanged for peer in exchanged.partners)),
             swaps=swaps,
-            tried=bool(swaps),
-            mixed=bool(received),
+            mixes_tried=tried,
+            mixes_done=done,
             reason=_words(swaps, alone=self._network is None),
-            distance=sum(distances) / len(distances) if distances else None,
-            exchange_s=exchange_s,
+            distance=(self._moved_squared / self._size_squared) ** 0.5 if self._size_squared else None,
+            exchange_s=self._exchange_s,
             bytes_sent=sum(swap.bytes_sent for swap in swaps.values()),
             bytes_received=sum(swap.bytes_received for swap in swaps.values()),
             next_round=next_round,
             next_reason=next_reason,
         )
         with self._lock:
-            self._outer.step(_only(self._anchor, mix))
-            self._buffers = _only(self._buffers, mix)
+            self._take_outer_step(_LAST, mix)
             self.round, self.local_step = next_round, 0
-        self._replica.assign(self._anchor, self._buffers)
+        self._begin_round()
         return result
-
-    def _trade(self, phi: Tensors) -> tuple[dict[PeerId, float], dict[PeerId, Swap]]:
-        """This round's weights, and what came of the trade with each partner in them."""
-        network = self._network
-        if network is None:
-            return {"": 1.0}, {}
-        members = {*network.members(self.round), network.me}
-        weights = topology.row(self._topology, round=self.round, members=members, me=network.me, seed=self._seed)
-        note = {"local_steps": float(self.local_step)}
-        offers = {
-            peer: Offer(send=phi, note=note) for peer, weight in weights.items() if peer != network.me and weight > 0
-        }
-        # with nobody to trade with this returns at once, and tells those who ask which round we are at
-        return weights, dict(network.swap(Slot(self.round), offers, timeout_s=self._grace_s))
 
     def snapshot(self) -> tuple[int, dict[str, Tensor]]:
         """This round and its state, for a newcomer: `anchor/NAME`, `buffer/NAME`, `outer/KEY/NAME`.
@@ -238,9 +285,10 @@ class GaslocOptimizer(Optimizer):
         """
         anchor, buffers, outer = self._checked(tensors)
         with self._lock:
-            self._outer.load_momentum(outer)
+            self._load_outer(outer)
             self._take(anchor, buffers)
             self.round, self.local_step = round, 0
+        self._begin_round()
         self._replica.assign(self._anchor, self._buffers)
 
     def state_dict(self) -> dict[str, Any]:
@@ -255,7 +303,7 @@ class GaslocOptimizer(Optimizer):
                 "round": self.round,
                 "local_step": self.local_step,
                 "inner": named_state.hyperparameters(self.inner, self._inner_parameters),
-                "outer": named_state.hyperparameters(self._outer.optimizer, self._anchor),
+                "outer": [named_state.hyperparameters(p.outer.optimizer, self._anchor) for p in self._parts],
             },
             "tensors": self._shared_state() | {f"inner/{name}": tensor for name, tensor in inner.items()},
         }
@@ -271,14 +319,15 @@ class GaslocOptimizer(Optimizer):
         anchor, buffers, outer = self._checked({n: t for n, t in tensors.items() if not n.startswith("inner/")})
         with self._lock:
             named_state.load_hyperparameters(self.inner, self._inner_parameters, meta["inner"])
-            named_state.load_hyperparameters(self._outer.optimizer, self._anchor, meta["outer"])
+            for part, values in zip(self._parts, meta["outer"], strict=True):
+                named_state.load_hyperparameters(part.outer.optimizer, self._anchor, values)
             named_state.load_state_tensors(self.inner, self._inner_parameters, inner)
-            self._outer.load_momentum(outer)
+            self._load_outer(outer)
             self._take(anchor, buffers)
             self.round, self.local_step = int(meta["round"]), int(meta["local_step"])
 
     def _shared_state(self) -> dict[str, Tensor]:
-        outer = self._outer.momentum_tensors()
+        outer = {name: tensor for part in self._parts for name, tensor in part.outer.momentum_tensors().items()}
         return (
             {f"anchor/{name}": tensor.detach() for name, tensor in self._anchor.items()}
             | {f"buffer/{name}": tensor for name, tensor in self._buffers.items()}
@@ -298,6 +347,10 @@ class GaslocOptimizer(Optimizer):
                 raise ModelError(f"'{name}' is not finite")
         return anchor, buffers, outer
 
+    def _load_outer(self, tensors: Tensors) -> None:
+        for part in self._parts:
+            part.outer.load_momentum({n: t for n, t in tensors.items() if n.partition("/")[2] in part.names})
+
     def _take(self, anchor: Tensors, buffers: Tensors) -> None:
         for name, tensor in self._anchor.items():
             tensor.copy_(anchor[name])
@@ -308,10 +361,20 @@ class GaslocOptimizer(Optimizer):
         self.state = inner.state
 
 
-def _check(name: str, local_steps: int) -> None:
+def _check(topology: str, local_steps: int, mixes: int) -> None:
     if local_steps < 1:
         raise UsageError(f"local_steps = {local_steps}: a round has at least 1 local step")
-    topology.row(name, round=0, members=[""], me="", seed=0)
+    if mixes < 1:
+        raise UsageError(f"mixes = {mixes}: an exchange has at least 1")
+    topologies.row(topology, round=0, members=[""], me="", seed=0)
+
+
+def _cut(anchor: dict[str, Tensor], count: int, make: MakeOptimizer) -> tuple[_Part, ...]:
+    sizes_bytes = {name: tensor.numel() * tensor.element_size() for name, tensor in anchor.items()}
+    return tuple(
+        _Part(names, OuterStep(_only(names, anchor), make))
+        for names in fragmentation.fragment(sizes_bytes, count).parts
+    )
 
 
 def _named_for(inner: Optimizer, model: nn.Module) -> dict[str, Tensor]:
@@ -348,19 +411,11 @@ def _only(names: Iterable[str], tensors: Tensors) -> dict[str, Tensor]:
     return {name: tensors[name] for name in names}
 
 
-def _spoiled(theirs: Tensors, ours: Tensors) -> str | None:
-    """The first tensor of theirs that is not finite where ours is; a mask of ours may hold infinities."""
-    for name, own in ours.items():
-        if bool((~theirs[name].isfinite() & own.isfinite()).any()):
-            return name
-    return None
-
-
 def _words(swaps: Mapping[PeerId, Swap], *, alone: bool) -> str:
     if alone:
         return "alone, by choice"
     if not swaps:
         return "nobody to mix with this round"
-    failed = [f"{peer}: {swap.reason}" for peer, swap in sorted(swaps.items()) if swap.tensors is None]
+    failed = [f"{peer}: {swap.reason}" for peer, swap in sorted(swaps.items()) if swap.answer is not Answer.ACCEPT]
     mixed = len(swaps) - len(failed)
     return f"mixed with {mixed} of {len(swaps)}" + "".join(f"; {reason}" for reason in failed)
