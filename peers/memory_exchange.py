@@ -1,8 +1,8 @@
 """`Exchange` in one process: no bytes, no streams, the same answers."""
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,11 +12,19 @@ from peers.hello import Place, whereabouts, words
 from peers.stream_exchange import check_offers
 from peers.table import first_difference
 
+Carry = Callable[[PeerId, PeerId, Tensors], Awaitable[int]]
+"""Takes as long as a link needs for tensors from the first peer to the second; returns their bytes on the wire.
+
+Raises `ConnectionError` when the link breaks.
+"""
+
 
 @dataclass(slots=True, eq=False)
 class _Wait:
     offer: Offer
     outcome: asyncio.Future[Swap]
+    transfer: asyncio.Task[None] | None = None
+    """Set once the partner is there and bytes are under way."""
 
     def end(self, swap: Swap) -> None:
         if not self.outcome.done():
@@ -24,9 +32,13 @@ class _Wait:
 
 
 class MemoryHub:
-    """The peers of one process that can reach each other. All must run on one event loop."""
+    """The peers of one process that can reach each other. All must run on one event loop.
 
-    def __init__(self) -> None:
+    With `carry` a trade takes the time that its links need; without, none.
+    """
+
+    def __init__(self, carry: Carry | None = None) -> None:
+        self.carry = carry
         self.members: dict[PeerId, MemoryExchange] = {}
 
     def others(self, me: PeerId) -> "list[MemoryExchange]":
@@ -55,6 +67,7 @@ class MemoryExchange:
     async def close(self) -> None:
         """Leaves the hub: our swaps end with `STOPPED`, those that wait for us with `UNREACHABLE`."""
         self._hub.members.pop(self._me, None)
+        await _stop([wait.transfer for wait in self._waits.values() if wait.transfer])
         for wait in list(self._waits.values()):
             wait.end(Swap(Answer.STOPPED, "this peer is leaving"))
         self._tell_others()
@@ -76,6 +89,9 @@ class MemoryExchange:
             self._tell_others()
             if waits:
                 await asyncio.wait([wait.outcome for wait in waits.values()], timeout=timeout_s)
+            for partner, wait in waits.items():
+                if wait.transfer:
+                    await wait.outcome
             return {
                 partner: wait.outcome.result() if wait.outcome.done() else self._too_late(slot, partner)
                 for partner, wait in waits.items()
@@ -83,6 +99,7 @@ class MemoryExchange:
         finally:
             for partner in waits:
                 self._waits.pop((slot, partner), None)
+            await _stop([wait.transfer for wait in waits.values() if wait.transfer and not wait.outcome.done()])
 
     def _tell_others(self) -> None:
         """Has those that wait for us look again."""
@@ -95,13 +112,13 @@ class MemoryExchange:
         """Ends our wait for a partner if that can be decided now."""
         wait = self._waits[slot, partner]
         other = self._hub.members.get(partner)
-        if wait.outcome.done():
+        if wait.outcome.done() or wait.transfer:
             return
         if other is None:
             wait.end(Swap(Answer.UNREACHABLE, f"{partner} cannot be reached: it is not in this process"))
             return
         theirs = other._waits.get((slot, self._me))
-        if theirs and not theirs.outcome.done():
+        if theirs and not theirs.outcome.done() and not theirs.transfer:
             self._trade(slot, wait, other, theirs)
             return
         answer, reason = whereabouts(slot, other._place)
@@ -111,13 +128,46 @@ class MemoryExchange:
     def _trade(self, slot: Slot, ours: _Wait, other: "MemoryExchange", theirs: _Wait) -> None:
         """Both sides at once: both get the other's tensors, or neither does."""
         problem = _problem(ours.offer, theirs.offer) or _problem(theirs.offer, ours.offer)
-        for me, partner, mine, given in ((self, other, ours, theirs), (other, self, theirs, ours)):
-            if problem:
-                mine.end(Swap(Answer.REFUSED, f"{me.me} and {partner.me}: {problem}"))
-            else:
-                tensors = _clone(given.offer.send)
-                note = dict(given.offer.note)
-                mine.end(Swap(Answer.ACCEPT, f"traded in {words(slot)}", tensors, note, slot.round))
+        if problem:
+            for wait in (ours, theirs):
+                wait.end(Swap(Answer.REFUSED, f"{self.me} and {other.me}: {problem}"))
+            return
+        swaps = (_traded(slot, theirs.offer), _traded(slot, ours.offer))
+        if self._hub.carry is None:
+            ours.end(swaps[0])
+            theirs.end(swaps[1])
+            return
+        carrying = self._carry(self._hub.carry, other, (ours, theirs), swaps)
+        ours.transfer = theirs.transfer = asyncio.get_running_loop().create_task(carrying)
+
+    async def _carry(
+        self, carry: Carry, other: "MemoryExchange", waits: tuple[_Wait, _Wait], swaps: tuple[Swap, Swap]
+    ) -> None:
+        """Ends both waits once both directions have arrived, or with `BROKEN` when one cannot."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        ours, theirs = waits
+        legs = [
+            asyncio.ensure_future(carry(self.me, other.me, ours.offer.send)),
+            asyncio.ensure_future(carry(other.me, self.me, theirs.offer.send)),
+        ]
+        broken = f"the transfer of {self.me} and {other.me} broke"
+        try:
+            sent, came = await asyncio.gather(*legs)
+        except ConnectionError as error:
+            for wait in waits:
+                wait.end(Swap(Answer.BROKEN, f"{broken}: {error}"))
+        except asyncio.CancelledError:
+            for wait in waits:
+                wait.end(Swap(Answer.BROKEN, f"{broken}: one of them left"))
+            raise
+        else:
+            seconds = loop.time() - began
+            ours.end(replace(swaps[0], bytes_sent=sent, bytes_received=came, seconds=seconds))
+            theirs.end(replace(swaps[1], bytes_sent=came, bytes_received=sent, seconds=seconds))
+        finally:
+            for leg in legs:
+                leg.cancel()
 
     def _too_late(self, slot: Slot, partner: PeerId) -> Swap:
         other = self._hub.members.get(partner)
@@ -125,6 +175,16 @@ class MemoryExchange:
             return Swap(Answer.UNREACHABLE, f"{partner} left")
         _, reason = whereabouts(slot, other._place)
         return Swap(Answer.BEHIND, f"{partner}: {reason}", their_round=other._place.round)
+
+
+def _traded(slot: Slot, given: Offer) -> Swap:
+    return Swap(Answer.ACCEPT, f"traded in {words(slot)}", _clone(given.send), dict(given.note), slot.round)
+
+
+async def _stop(transfers: list[asyncio.Task[None]]) -> None:
+    for transfer in transfers:
+        transfer.cancel()
+    await asyncio.gather(*transfers, return_exceptions=True)
 
 
 def _problem(receiver: Offer, sender: Offer) -> str | None:
