@@ -89,7 +89,7 @@ class MemoryExchange:
             self._tell_others()
             if waits:
                 await asyncio.wait([wait.outcome for wait in waits.values()], timeout=timeout_s)
-            for partner, wait in waits.items():
+            for wait in waits.values():
                 if wait.transfer:
                     await wait.outcome
             return {

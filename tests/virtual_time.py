@@ -1,76 +1,13 @@
-"""An event loop whose clock jumps when there is nothing to do: a minute of time-outs passes in a millisecond.
+"""Virtual time for tests of coroutines; a coroutine that hangs for an hour of it fails."""
 
-Work that was handed to threads is waited for in real time, during which the clock stands still. For code that
-talks only within the process: with real sockets the clock would run past answers that are on their way.
-"""
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
-import asyncio
-import selectors
-from collections.abc import Callable, Coroutine
-from concurrent.futures import Executor
-from typing import Any, TypeVar, TypeVarTuple, Unpack
+from gasloc.simulation import virtual_time
 
 T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
-
-_REAL_WAIT_S = 0.05
-
-
-class _JumpingSelector(selectors.DefaultSelector):
-    """Instead of sleeping, tells the loop to move its clock on."""
-
-    loop: "VirtualTimeLoop"
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        ready = super().select(0)
-        if ready or timeout == 0:
-            return ready
-        if timeout is None or self.loop.threads_busy:
-            return super().select(_REAL_WAIT_S)
-        self.loop.jump(timeout)
-        return []
-
-
-class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """`time()` starts at 0 and moves only when every task waits for it."""
-
-    def __init__(self) -> None:
-        selector = _JumpingSelector()
-        selector.loop = self
-        self._now_s = 0.0
-        self._threads_busy = 0
-        super().__init__(selector)
-
-    def time(self) -> float:
-        return self._now_s
-
-    def jump(self, seconds: float) -> None:
-        """Moves the clock on."""
-        self._now_s += seconds
-
-    @property
-    def threads_busy(self) -> bool:
-        """Whether work is under way in threads."""
-        return self._threads_busy > 0
-
-    def run_in_executor(
-        self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
-    ) -> asyncio.Future[T]:
-        future = super().run_in_executor(executor, func, *args)
-        self._threads_busy += 1
-        future.add_done_callback(self._thread_done)
-        return future
-
-    def _thread_done(self, future: asyncio.Future[Any]) -> None:
-        self._threads_busy -= 1
 
 
 def run(coroutine: Coroutine[Any, Any, T], *, limit_s: float = 3600.0) -> T:
     """Runs a coroutine under virtual time; `TimeoutError` after `limit_s` of it: it hangs."""
-
-    async def limited() -> T:
-        async with asyncio.timeout(limit_s):
-            return await coroutine
-
-    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        return runner.run(limited())
+    return virtual_time.run(coroutine, limit_s=limit_s)
