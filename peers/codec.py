@@ -83,6 +83,8 @@ def decode(data: bytes | bytearray | memoryview, as_dtype: torch.dtype, row: tor
 
 def view(row: torch.Tensor) -> memoryview:
     """A flat, contiguous CPU tensor's own memory."""
+    if not row.numel():
+        return memoryview(bytearray())
     return row.view(torch.uint8).numpy().data
 
 

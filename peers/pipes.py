@@ -161,9 +161,9 @@ class _End(asyncio.Transport):
 
     def __init__(self) -> None:
         super().__init__()
-        loop = asyncio.get_running_loop()
-        self.reader = asyncio.StreamReader(loop=loop)
-        self.protocol = asyncio.StreamReaderProtocol(self.reader, loop=loop)
+        self._loop = asyncio.get_running_loop()
+        self.reader = asyncio.StreamReader(loop=self._loop)
+        self.protocol = asyncio.StreamReaderProtocol(self.reader, loop=self._loop)
         self.out: _Flow
         self.into: _Flow
         self._closing = False
@@ -172,7 +172,7 @@ class _End(asyncio.Transport):
     def begin(self) -> None:
         """Makes the writer; both directions must be set."""
         self.protocol.connection_made(self)
-        self.writer = asyncio.StreamWriter(self, self.protocol, self.reader, asyncio.get_running_loop())
+        self.writer = asyncio.StreamWriter(self, self.protocol, self.reader, self._loop)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         if self._closing:
@@ -202,7 +202,7 @@ class _End(asyncio.Transport):
         if not self._lost:
             self._lost = True
             self.into.drop()
-            asyncio.get_running_loop().call_soon(self.protocol.connection_lost, error)
+            self._loop.call_soon(self.protocol.connection_lost, error)
 
     @property
     def is_lost(self) -> bool:
@@ -224,6 +224,7 @@ class _Flow:
     """One direction of a pipe: a queue of pieces, each due at its time."""
 
     def __init__(self, source: _End, target: _End, faults: list[Fault]) -> None:
+        self._loop = asyncio.get_running_loop()
         self._source = source
         self.target = target
         self._faults = faults
@@ -264,13 +265,13 @@ class _Flow:
 
     def schedule(self) -> None:
         """Delivers as soon as the first piece is due."""
-        if self._timer is None:
+        if self._timer is None and not self._loop.is_closed():
             due = self._pieces[0][0] if self._pieces else self._due
-            self._timer = asyncio.get_running_loop().call_at(due, self._deliver)
+            self._timer = self._loop.call_at(due, self._deliver)
 
     def _deliver(self) -> None:
         self._timer = None
-        now = asyncio.get_running_loop().time()
+        now = self._loop.time()
         while self._pieces and not self.paused and not self._stopped() and self._pieces[0][0] <= now:
             _, piece = self._pieces.popleft()
             self._queued_bytes -= len(piece)
@@ -320,7 +321,7 @@ class _Flow:
 
     def _when(self, size: int) -> float:
         """When a piece arrives: later by its delay, and by its length on a slow stream."""
-        now = asyncio.get_running_loop().time()
+        now = self._loop.time()
         delay_s = sum(fault.delay_s for fault in self._faults if fault.kind is FaultKind.DELAY)
         self._due = max(self._due, now + delay_s)
         for fault in self._faults:

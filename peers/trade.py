@@ -65,9 +65,10 @@ class Trade:
         if isinstance(error, ProtocolError) and not isinstance(error, WireError):
             self._refusal = str(error)
             self._whole.set()
-            with contextlib.suppress(WireError):
+            with contextlib.suppress(WireError, TimeoutError):
                 await sending
-            await self._wire.linger(_LINGER_S)
+                async with asyncio.timeout(_LINGER_S):
+                    await self._wire.skip_until(Kind.ABORT, Kind.DONE)
 
     async def _send(self) -> None:
         await self._wire.send_payload(Kind.TABLE, self._body.table)

@@ -23,7 +23,8 @@ _HEAD_CHECKED = struct.Struct("<BI")
 
 MAX_HEADER_BYTES = 64 * 1024
 BLOCK_BYTES = 1024 * 1024
-_WRITE_BUFFER_BYTES = 2 * BLOCK_BYTES
+_PIECE_BYTES = BLOCK_BYTES // 4  # small enough that a slow link still shows progress now and then
+_SKIPPED_BYTES = 4 * BLOCK_BYTES
 MAX_REASON_CHARACTERS = 400
 
 
@@ -65,7 +66,7 @@ class Wire:
         self._moved: Callable[[int], None] | None = None
         self.sent_bytes = 0
         self.received_bytes = 0
-        writer.transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
+        writer.transport.set_write_buffer_limits(high=_PIECE_BYTES)
 
     def on_moved(self, moved: Callable[[int], None] | None) -> None:
         """From now on `moved` is told the size of each piece that was sent or received, in bytes."""
@@ -84,19 +85,21 @@ class Wire:
         await self._send(Kind.BLOCK, block)
 
     async def _send(self, kind: Kind, payload: bytes | memoryview) -> None:
+        await self._write(_HEAD.pack(kind, len(payload), _checksum(kind, payload)))
+        for start in range(0, len(payload), _PIECE_BYTES):
+            await self._write(payload[start : start + _PIECE_BYTES])
+
+    async def _write(self, piece: bytes | memoryview) -> None:
+        self.sent_bytes += len(piece)
+        if self._meter:
+            self._meter.sent(self._conversation, len(piece))
         try:
-            self._writer.write(_HEAD.pack(kind, len(payload), _checksum(kind, payload)))
-            if len(payload):
-                self._writer.write(payload)
+            self._writer.write(piece)
             await self._writer.drain()
         except (OSError, EOFError, RuntimeError) as error:
-            raise WireError(f"the stream broke while sending: {error or type(error).__name__}") from None
-        size_bytes = _HEAD.size + len(payload)
-        self.sent_bytes += size_bytes
-        if self._meter:
-            self._meter.sent(self._conversation, size_bytes)
+            raise WireError(f"the stream broke while sending: {str(error) or type(error).__name__}") from None
         if self._moved:
-            self._moved(size_bytes)
+            self._moved(len(piece))
 
     async def receive_head(self) -> tuple[Kind, int, int]:
         """The next frame's kind, payload length in bytes, and checksum."""
@@ -157,7 +160,7 @@ class Wire:
             try:
                 piece = await self._reader.read(len(target) - at)
             except (OSError, EOFError) as error:
-                raise WireError(f"the stream broke: {error or type(error).__name__}") from None
+                raise WireError(f"the stream broke: {str(error) or type(error).__name__}") from None
             if not piece:
                 raise WireError(f"the stream ended after {self.received_bytes} bytes, in the middle of a frame")
             target[at : at + len(piece)] = piece
@@ -177,6 +180,17 @@ class Wire:
         """Tells the other side why we end here. A broken stream is left alone."""
         with contextlib.suppress(WireError):
             await self.send_header(Kind.ABORT, {"reason": clean(reason)})
+
+    async def skip_until(self, *kinds: Kind) -> None:
+        """Drops frames up to one of `kinds`, after which the other side has nothing more to say.
+
+        Raises `WireError` when the stream ends before; see `linger` for why anybody would read on.
+        """
+        kind = None
+        while kind not in kinds:
+            head = await self.receive_head()
+            kind = head[0]
+            await self.receive_payload(head, limit_bytes=_SKIPPED_BYTES)
 
     async def linger(self, limit_s: float) -> None:
         """Reads and drops what still comes, until the other side closes or `limit_s` passed.
