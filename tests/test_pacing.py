@@ -64,6 +64,32 @@ def test_hand_worked_steps() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("previous", "step_time_s", "steps", "words"),
+    [
+        # A round of 33 s, of which 3 s are exchange; 30 is the recipe's.
+        (100, 0.3, 100, "as before"),
+        (95, 0.3, 95, "as before"),
+        (111, 0.3, 111, "as before"),
+        (112, 0.3, 100, "100 steps:"),
+        (89, 0.3, 100, "100 steps:"),
+        (28, 1.05, 30, "the recipe's"),
+        (28, 1.06, 28, "as before"),
+        (30, 1.06, 30, "as before"),
+        (30, 1.12, 26, "26 steps:"),
+        (3, 11.1, 3, "as before"),
+        (3, 11.2, 2, "2 steps:"),
+        (3, 7.0, 3, "as before"),
+        (3, 6.9, 4, "4 steps:"),
+    ],
+)
+def test_damping_by_hand(previous: int, step_time_s: float, steps: int, words: str) -> None:
+    members = [Pace(1.0, 3.0)] * 3
+    found, reason = local_steps(Pace(step_time_s, 3.0), members, 30, 1_000, previous=previous)
+    assert found == steps
+    assert words in reason
+
+
 def test_the_length_is_a_median_of_even_and_odd_members() -> None:
     assert round_length_s([Pace(1, 0), Pace(2, 0)], 10) == 15.0
     assert round_length_s([Pace(1, 0), Pace(2, 0), Pace(1e9, 0)], 10) == 20.0

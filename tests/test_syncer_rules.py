@@ -176,19 +176,21 @@ def test_decisions_keep_quorum_bound_and_one_report_a_learner(
         assert now_s >= bound_s or len(learners) >= options.learners
 
 
-def play(arrivals: list[Arrival], options: SyncerOptions) -> tuple[SyncerState, list[tuple[float, Merge]], int]:
-    """Runs the state machine of one fragment on a virtual clock until nothing can change it; counts the looks."""
-    state, merges, looks, now_s = start([0]), [], 0, 0.0
+def play(arrivals: list[Arrival], options: SyncerOptions) -> tuple[SyncerState, list[tuple[float, Merge]]]:
+    """Runs the state machine of one fragment on a virtual clock until nothing can change it."""
+    state, looks, now_s = start([0]), 0, 0.0
+    merges: list[tuple[float, Merge]] = []
     coming = sorted(arrivals, key=lambda arrival: arrival.at_s)
     while True:
         looks += 1
+        assert looks <= 3 * len(arrivals) + 1, "every look but a few follows a report"
         state, decision, _ = advance(state, 0, now_s, options)
         if isinstance(decision, Merge):
             merges.append((now_s, decision))
             continue
         short = len(state.fragments[0].pending) < options.quorum
         if not coming and short:
-            return state, merges, looks
+            return state, merges
         until_s = decision.until_s if isinstance(decision, Wait) and not short else math.inf
         if coming and coming[0].at_s <= until_s:
             arrival = coming.pop(0)
@@ -205,8 +207,7 @@ def play(arrivals: list[Arrival], options: SyncerOptions) -> tuple[SyncerState, 
 @anytime
 @given(report_lists, option_sets())
 def test_a_whole_run_ends_and_merges_each_report_at_most_once(arrivals: list[Arrival], options: SyncerOptions) -> None:
-    state, merges, looks = play(arrivals, options)
-    assert looks <= 3 * len(arrivals) + 1, "every look but a few follows a report"
+    state, merges = play(arrivals, options)
     assert state.fragments[0].version == len(merges)
     merged = [arrival for _, done in merges for arrival in done.arrivals]
     for now_s, done in merges:
@@ -266,6 +267,8 @@ def test_a_report_that_comes_again_replaces_the_first() -> None:
     assert verdict is Verdict.AGAIN
     assert reason == "learner a reported fragment 0 at version 0 again: its latest counts, once"
     assert state.fragments[0].pending == (report("a", 1.0, tokens=70),)
+    state, _, _ = receive(state, 0, report("a", 8.0, tokens=90), FOUR)
+    assert state.fragments[0].pending == (report("a", 1.0, tokens=90),), "the first one sets the time"
 
 
 @pytest.mark.parametrize(
@@ -286,6 +289,12 @@ def test_a_report_that_cannot_count_is_refused_by_reason(arrival: Arrival, reaso
     assert after is state
     assert verdict is Verdict.REFUSED
     assert words == f"learner a refused: {reason}"
+
+
+def test_a_report_just_within_the_limit_of_age_is_late_not_refused() -> None:
+    state, verdict, _ = receive(start([9]), 0, report("a", 1.0, version=9 - FOUR.stale_versions), FOUR)
+    assert verdict is Verdict.LATE
+    assert len(state.fragments[0].pending) == 1
 
 
 def test_a_fragment_that_is_not_there_is_refused() -> None:
