@@ -105,7 +105,8 @@ class Donor:
     async def _on_card(self, peer: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         wire = Wire(reader, writer, "card", self._meter)
         with contextlib.suppress(ProtocolError, RefusedError, TimeoutError):
-            async with StallLimit(self._stall_s):
+            async with StallLimit(self._stall_s) as limit:
+                wire.on_moved(limit.moved)
                 await wire.receive_header(Kind.HEADER)
                 await _send_card(wire, self._card)
                 await wire.linger(_CLOSE_S)

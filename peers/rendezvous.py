@@ -2,10 +2,11 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from peers.exchange import Answer, PeerId, Slot
-from peers.hello import Hello, Place, Reply, judge
+from peers.hello import Hello, Place, Reply, judge, words
 from peers.wire import Wire
 
 MAX_HELD = 256
@@ -66,19 +67,22 @@ class Rendezvous:
         self._changed = asyncio.Event()
         self._closed = False
 
-    def expect(self, slot: Slot, partner: PeerId) -> Wait:
-        """Registers a wait. Raises `ValueError` when there is one already."""
-        if (slot, partner) in self._waits:
-            raise ValueError(f"a swap with {partner} in {slot} is under way already")
-        wait = self._waits[slot, partner] = Wait(slot, partner)
-        return wait
+    def expect(self, slot: Slot, partners: Collection[PeerId]) -> dict[PeerId, Wait]:
+        """Registers a wait for each partner. Raises `ValueError` when there is one already; then for none."""
+        for partner in partners:
+            if (slot, partner) in self._waits:
+                raise ValueError(f"a swap with {partner} in {words(slot)} is under way already")
+        waits = {partner: Wait(slot, partner) for partner in partners}
+        self._waits.update({(slot, partner): wait for partner, wait in waits.items()})
+        return waits
 
     def forget(self, wait: Wait) -> None:
-        """Ends a wait. A stream that arrived and was not taken is answered that we no longer wait."""
-        self._waits.pop((wait.slot, wait.partner), None)
+        """Ends a wait, once. A stream that arrived and was not taken is answered that we no longer wait."""
+        if self._waits.get((wait.slot, wait.partner)) is wait:
+            del self._waits[wait.slot, wait.partner]
         incoming = wait.take()
         if incoming:
-            incoming.settle(Reply(Answer.BUSY, "another stream is used, or the wait is over", self.place.round))
+            incoming.settle(self.answer(wait.partner, incoming.hello))
 
     def announce(self) -> None:
         """Has every held stream judged again: we moved on, or close."""

@@ -116,22 +116,21 @@ class StreamExchange:
         """
         check_offers(self.me, offers)
         deadline = asyncio.get_running_loop().time() + timeout_s
+        self._rendezvous.place.reach(slot)
+        waits = self._rendezvous.expect(slot, offers)
+        self._rendezvous.announce()
         try:
             bodies = await asyncio.to_thread(_bodies, offers, self._codec)
-        except LayoutError:
-            raise
+            tasks = {
+                partner: asyncio.create_task(self._settle(waits[partner], offer, bodies[partner], deadline))
+                for partner, offer in offers.items()
+            }
+            return await self._all(tasks)
         except ProtocolError as error:
-            self._rendezvous.place.reach(slot)
-            self._rendezvous.announce()
             return {partner: Swap(Answer.REFUSED, f"nothing was sent: our own {error}") for partner in offers}
-        self._rendezvous.place.reach(slot)
-        waits = {partner: self._rendezvous.expect(slot, partner) for partner in offers}
-        self._rendezvous.announce()
-        tasks = {
-            partner: asyncio.create_task(self._settle(waits[partner], offer, bodies[partner], deadline))
-            for partner, offer in offers.items()
-        }
-        return await self._all(tasks)
+        finally:
+            for wait in waits.values():
+                self._rendezvous.forget(wait)
 
     async def _all(self, tasks: dict[PeerId, asyncio.Task[Swap]]) -> dict[PeerId, Swap]:
         self._tasks.update(tasks.values())

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
+import uvloop
 
 from peers.exchange import Exchange, PeerId
 from peers.memory_exchange import MemoryExchange, MemoryHub
@@ -119,7 +120,7 @@ async def _over_libp2p(scenario: Scenario, folder: Path) -> None:
 
 
 def play(kind: str, scenario: Scenario, folder: Path) -> None:
-    """Runs a scenario in a new world, and checks that no task is left."""
+    """Runs a scenario in a new world."""
 
     async def checked() -> None:
         if kind == "libp2p":
@@ -128,7 +129,7 @@ def play(kind: str, scenario: Scenario, folder: Path) -> None:
             await scenario(MemoryWorld() if kind == "memory" else PipesWorld())
 
     if kind == "libp2p":
-        with asyncio.Runner() as runner:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(checked())
     else:
         virtual_time.run(checked())
