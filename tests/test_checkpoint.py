@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -283,6 +284,21 @@ def test_every_write_that_can_fail_leaves_the_last_whole_one(tmp_path: Path, mon
         monkeypatch.undo()
         assert latest(tmp_path).meta["value"] in (0, 3, 4)
         assert latest(tmp_path).skipped == ()
+
+
+def test_it_gets_its_name_in_one_move_when_all_of_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, moved = Path.rename, []
+
+    def watched(source: Path, target: Path) -> Path:
+        assert not list(source.parent.glob("checkpoint-*"))
+        shutil.copytree(source, tmp_path / "copy" / target.name)
+        moved.append(target)
+        return real(source, target)
+
+    monkeypatch.setattr(Path, "rename", watched)
+    path = checkpoint.save(tmp_path / "run", some(), {"value": 1})
+    assert moved == [path]
+    assert latest(tmp_path / "copy").meta == {"value": 1}
 
 
 SAVE_AS_NOBODY = """
