@@ -11,6 +11,7 @@ from peers.errors import AddressError
 from peers.exchange import PeerId
 
 FORM = "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooW..."
+_CIRCUIT = "/p2p-circuit"
 _HOST_KINDS = ("ip4", "ip6", "dns", "dns4", "dns6", "dnsaddr")
 _IP_KINDS = ("ip4", "ip6")
 _DOCKER_NETWORK = ipaddress.ip_network("172.16.0.0/12")  # docker's default pool, bridges and user networks
@@ -21,7 +22,7 @@ class Address:
     """Where a peer can be dialled, and who must answer there."""
 
     maddr: str
-    """The part before `/p2p/`, such as `/ip4/203.0.113.5/tcp/31337`."""
+    """The part before the last `/p2p/`, such as `/ip4/203.0.113.5/tcp/31337`."""
     peer_id: PeerId
 
     def __str__(self) -> str:
@@ -32,29 +33,35 @@ class Reach(IntEnum):
     """From how far an address can be dialled; lower is farther, and tried first."""
 
     PUBLIC = 0
-    LAN = 1
-    BRIDGE = 2
+    RELAY = 1
+    """Through another peer: from anywhere, but slow."""
+    LAN = 2
+    BRIDGE = 3
     """Most likely a bridge between containers on one host."""
-    LOOPBACK = 3
+    LOOPBACK = 4
 
 
 def parse(text: str) -> Address:
     """Reads a full address. Raises `AddressError` that names the text, what is wrong and the right form."""
     text = text.strip()
-    maddr, separator, peer_id = text.partition("/p2p/")
+    maddr, separator, peer_id = text.rpartition("/p2p/")
     if not text.startswith("/"):
         raise _wrong(text, "it must start with '/'")
     if not separator or not peer_id:
         raise _wrong(text, "the peer id at the end (/p2p/...) is missing")
-    if "/p2p-circuit" in maddr or "/" in peer_id:
-        raise _wrong(text, "an address through a relay cannot be dialled first; use the relay's own address")
     _check_peer_id(text, peer_id)
-    _check_maddr(text, maddr)
+    direct, relay, relayed = maddr.partition("/p2p/")
+    if relay:
+        relay_id = relayed.removesuffix(_CIRCUIT)
+        if relay_id == relayed:
+            raise _wrong(text, f"'/p2p/' comes twice, and not as a relay's ({_CIRCUIT})")
+        _check_peer_id(text, relay_id)
+    _check_maddr(text, direct)
     return Address(maddr, peer_id)
 
 
 def best_first(addresses: Iterable[str]) -> list[str]:
-    """Without duplicates and port 0; public ones first, then LAN, bridges between containers, loopback.
+    """Without duplicates and port 0; public ones first, then relayed, LAN, bridges of containers, loopback.
 
     Otherwise in the order given. Takes addresses with or without `/p2p/...`.
     """
@@ -63,6 +70,8 @@ def best_first(addresses: Iterable[str]) -> list[str]:
 
 def reach(address: str) -> Reach:
     """How far away a peer may be that dials this address. Names and what cannot be judged count as public."""
+    if _CIRCUIT in address:
+        return Reach.RELAY
     parts = address.split("/")
     if len(parts) < 3 or parts[1] not in _IP_KINDS:
         return Reach.PUBLIC
@@ -96,6 +105,8 @@ def announced(entry: str, port: int) -> str:
     Raises `AddressError`, also when no port is known: port 0 cannot be dialled.
     """
     if not entry.startswith("/"):
+        if port == 0:
+            raise AddressError(f"address to announce '{entry}' needs a fixed port to go with it, not any free one")
         try:
             ip = ipaddress.ip_address(entry)
         except ValueError:

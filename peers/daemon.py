@@ -31,6 +31,8 @@ from peers.errors import DaemonError, UnreachableError
 from peers.exchange import PeerId
 from peers.identity import Identity
 
+REFUSED = "connection refused"
+"""The reason when nobody listens at an address."""
 READ_AHEAD_BYTES = 1 << 20
 """How much of a stream may wait in memory until it is read."""
 
@@ -355,8 +357,8 @@ def plain_reason(message: str, timeout_s: float) -> str:
 
 
 _REASONS = (
-    ("connection refused", "connection refused"),
-    ("connect call failed", "connection refused"),
+    ("connection refused", REFUSED),
+    ("connect call failed", REFUSED),
     ("dial to self", "it is this peer itself"),
     ("no route to host", "no route to host"),
     ("network is unreachable", "network is unreachable"),

@@ -1,0 +1,199 @@
+"""Who is in the run: our own record, kept alive, and a view of everybody's."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+
+from peers.dht import Dht, key_bytes, now
+from peers.errors import PeersError, ProtocolError
+from peers.exchange import PeerId
+from peers.identity import Identity
+from peers.record import Member as Member
+from peers.record import MemberState as MemberState
+from peers.record import Status as Status
+from peers.record import seal, unseal
+
+LIFE_S = 20.0
+RENEW_S = 5.0
+REFRESH_S = 1.0
+MAX_LIVES = 3
+"""No record is taken that lives longer than so many lives: a dead member must vanish."""
+_FIND_S = 10.0
+_STORE_S = 10.0
+_GOODBYE_S = 2.0
+_LATER_S = 0.001
+
+_log = logging.getLogger(__name__)
+
+
+class Membership:
+    """Publishes our record and watches the others'.
+
+    A record lives `life_s` and is renewed every `renew_s` whatever the trainer does; the view is refreshed
+    every `refresh_s`. Both go on in tasks of their own from `start` to `close`. A member is alive until its
+    record expires or says that it leaves.
+    """
+
+    def __init__(
+        self,
+        dht: Dht,
+        identity: Identity,
+        *,
+        run: str,
+        digest: str,
+        addresses: Callable[[], Sequence[str]] = tuple,
+        reachable: Callable[[], bool] = lambda: True,
+        check: Callable[[], None] = lambda: None,
+        life_s: float = LIFE_S,
+        renew_s: float = RENEW_S,
+        refresh_s: float = REFRESH_S,
+    ) -> None:
+        """`addresses` and `reachable` tell what to publish about us now; `check` raises where p2pd is gone."""
+        self._dht = dht
+        self._identity = identity
+        self._digest = digest
+        self._addresses = addresses
+        self._reachable = reachable
+        self._check = check
+        self._life_s = life_s
+        self._renew_s = renew_s
+        self._refresh_s = refresh_s
+        self._key = f"gasloc/{run}/members"
+        self._key_bytes = key_bytes(self._key)
+        self._status: Status | None = None
+        self._view: dict[PeerId, Member] = {}
+        self._set_aside: dict[PeerId, float] = {}
+        self._changed = asyncio.Condition()
+        self._publishing = asyncio.Lock()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Watches from now on, and renews what was published."""
+        self._dht.validator.key = self._key_bytes
+        self._tasks = [
+            asyncio.create_task(self._repeat(self._renew, self._renew_s)),
+            asyncio.create_task(self._repeat(self._look, self._refresh_s)),
+        ]
+
+    async def publish(self, status: Status) -> None:
+        """Tells the swarm our status. It is renewed from then on, until the next one or `withdraw`.
+
+        Raises `DaemonError` when p2pd has ended, and `ProtocolError` for a status that others would refuse,
+        such as a negative round.
+        """
+        self._check()
+        async with self._publishing:
+            await self._store(status, self._life_s)
+            self._status = status
+
+    async def refresh(self) -> dict[PeerId, Member]:
+        """Looks for everybody's record now; returns the view as `members` does.
+
+        Keeps the old view where nobody answers.
+        """
+        async with asyncio.timeout(_FIND_S):
+            found = await self._dht.find(self._key)
+        for peer, (record, expires) in found.items():
+            known = self._view.get(peer)
+            if known and known.expires >= expires:
+                continue
+            if known and peer == self._identity.peer_id:
+                _log.warning("another peer uses our identity, %s: each needs a key file of its own", peer)
+            try:
+                self._view[peer] = unseal(record, self._key_bytes, peer, expires)
+            except ProtocolError as error:  # our own node's validator let it through before the run was known
+                _log.debug("ignored a record of %s: %s", peer, error)
+        time = now()
+        self._view = {peer: member for peer, member in self._view.items() if member.expires > time}
+        async with self._changed:
+            self._changed.notify_all()
+        return self.members()
+
+    def members(self) -> dict[PeerId, Member]:
+        """Those that are alive and not set aside, as last seen; our own record included once published."""
+        time = now()
+        return {
+            peer: member
+            for peer, member in self._view.copy().items()
+            if member.expires > time
+            and member.status.state is not MemberState.LEAVING
+            and member.expires > self._set_aside.get(peer, 0.0)
+        }
+
+    def set_aside(self, peer: PeerId, reason: str) -> None:
+        """Leaves a peer out of `members` until a record of it is seen that is newer than the one known now."""
+        known = self._view.get(peer)
+        if known:
+            _log.info("%s is set aside: %s", peer, reason)
+            self._set_aside[peer] = known.expires
+
+    async def wait_for(self, count: int, timeout_s: float) -> int:
+        """Waits until `count` members are seen, ourselves included; returns how many are, maybe fewer."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: len(self.members()) >= count)
+        return len(self.members())
+
+    async def withdraw(self) -> None:
+        """Says goodbye: the others see us leave at their next look. Does nothing where nothing was published.
+
+        The DHT cannot delete; the record says `leaving` until it expires, and is not renewed.
+        """
+        try:
+            async with asyncio.timeout(_GOODBYE_S), self._publishing:
+                status, self._status = self._status, None
+                if status is not None:
+                    leaving = Status(status.round, MemberState.LEAVING, tokens=status.tokens)
+                    await self._store(leaving, 0.0)
+        except (PeersError, TimeoutError) as error:
+            _log.debug("could not say goodbye: %s", error)
+
+    async def close(self) -> None:
+        """Stops watching and renewing."""
+        self._status = None
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+
+    async def _store(self, status: Status, life_s: float) -> None:
+        """Only under `_publishing`: a renewal must not overtake a goodbye."""
+        expires = self._expiration(life_s)
+        me = self._identity.peer_id
+        own = Member(me, status, self._digest, self._reachable(), tuple(self._addresses()), expires)
+        record = seal(own, self._key_bytes, self._identity)
+        self._view[me] = unseal(record, self._key_bytes, me, expires)  # as others see it
+        async with self._changed:
+            self._changed.notify_all()
+        try:
+            async with asyncio.timeout(_STORE_S):
+                if not await self._dht.store(self._key, me, record, expires):
+                    _log.debug("our record was not stored: the DHT has a later one, or nobody answered")
+        except TimeoutError:
+            _log.debug("our record was not stored within %g s", _STORE_S)
+
+    def _expiration(self, life_s: float) -> float:
+        """Later than any before, or the DHT would keep the old record; but no later than others accept."""
+        wanted = now() + life_s
+        known = self._view.get(self._identity.peer_id)
+        later = known.expires + _LATER_S if known else 0.0
+        return later if wanted < later < now() + MAX_LIVES * self._life_s else wanted
+
+    async def _renew(self) -> None:
+        async with self._publishing:
+            if self._status:
+                await self._store(self._status, self._life_s)
+
+    async def _look(self) -> None:
+        await self.refresh()
+
+    async def _repeat(self, action: Callable[[], Coroutine[None, None, None]], pause_s: float) -> None:
+        while True:
+            try:
+                await action()
+            except (PeersError, TimeoutError) as error:
+                _log.debug("%s failed, and will be tried again: %s", action.__name__, error)
+            except Exception:
+                _log.exception("%s failed, and will be tried again", action.__name__)
+            await asyncio.sleep(pause_s)

@@ -1,0 +1,333 @@
+"""`Peer`: identity, p2pd, DHT, exchange, donor and membership, started and closed as one."""
+
+import asyncio
+import hashlib
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from peers import contact, donor
+from peers.address import Reach, parse, reach
+from peers.codec import CodecName
+from peers.contact import Contact
+from peers.daemon import Daemon
+from peers.dht import Dht
+from peers.donor import Donor
+from peers.donor import RunCard as RunCard
+from peers.donor import Snapshot as Snapshot
+from peers.errors import DaemonError, NoDonorError, PeersError, UnreachableError
+from peers.exchange import PeerId
+from peers.identity import Identity
+from peers.libp2p import Libp2pTransport
+from peers.membership import LIFE_S, MAX_LIVES, Member, Membership, MemberState
+from peers.meter import Meter
+from peers.stream_exchange import StreamExchange
+
+CLOCK_TOLERANCE_S = 2.0
+_CARD_S = 5.0
+_CARD_PATIENCE_S = 10.0
+_CARD_RETRY_S = 0.2
+_TIES_EVERY_S = 5.0
+_TIES_AT_ONCE = 8
+_MAX_REMEMBERED = 256
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PeerOptions:
+    """What a peer is told at its start."""
+
+    identity_path: Path
+    host: str = "0.0.0.0"
+    """IP address to listen on; 0.0.0.0: every interface; 127.0.0.1: this machine only, and nothing leaves it."""
+    port: int = 0
+    """0: any free one."""
+    announce: tuple[str, ...] = ()
+    """Public IPs (with `port`) or multiaddresses to tell others instead of what p2pd finds out."""
+    initial_peers: tuple[str, ...] = ()
+    """Full multiaddresses of members; one that answers is enough. None: begins a swarm of its own."""
+    client_only: bool = False
+    """Looks on: listens nowhere, publishes nothing, serves nothing."""
+    patience_s: float = 5.0
+    """How long initial peers that refuse the connection are tried again: they may be starting just now."""
+
+
+class Peer:
+    """One peer. Made by `start`; a member of a run after `enter`."""
+
+    def __init__(
+        self, options: PeerOptions, identity: Identity, daemon: Daemon, transport: Libp2pTransport, dht: Dht
+    ) -> None:
+        self._options = options
+        self._identity = identity
+        self._daemon = daemon
+        self._transport = transport
+        self._dht = dht
+        self._initial = [parse(text) for text in options.initial_peers]
+        self._alive: list[PeerId] = []
+        self._stack = AsyncExitStack()
+        self._card: RunCard | None = None
+        self._exchange: StreamExchange | None = None
+        self._membership: Membership | None = None
+        self._remembered: dict[PeerId, Sequence[str]] = {}
+        self.peer_id = identity.peer_id
+        self.meter = Meter()
+        self.addresses: list[str] = []
+        """Full multiaddresses that others can dial, best first. Empty for a client."""
+        self.warnings: list[str] = []
+        """What went wrong at the start and did not matter, one line each."""
+
+    @classmethod
+    async def start(cls, options: PeerOptions) -> Self:
+        """Starts p2pd and joins the DHT of the initial peers.
+
+        Dead initial peers beside a live one end up in `warnings`. Raises, within about 15 s, `AddressError` for
+        a malformed address, `IdentityError`, `DaemonError`, and `UnreachableError` when no initial peer
+        answers: one line that names each address and the reason. Nothing is left running then.
+        """
+        for text in options.initial_peers:
+            parse(text)
+        async with AsyncExitStack() as stack:
+            identity = Identity.load_or_create(options.identity_path)
+            identity.acquire()
+            stack.callback(identity.release)
+            daemon = await Daemon.start(
+                identity,
+                host=options.host,
+                port=options.port,
+                announce=options.announce,
+                client_only=options.client_only,
+            )
+            stack.push_async_callback(daemon.close)
+            peer_box: list[Self] = []
+            transport = Libp2pTransport(daemon, lambda other: peer_box[0]._addresses_of(other))
+            stack.push_async_callback(transport.close)
+            dht = await Dht.start(daemon, max_life_s=MAX_LIVES * LIFE_S, client_only=options.client_only)
+            stack.push_async_callback(dht.close)
+            peer = cls(options, identity, daemon, transport, dht)
+            peer_box.append(peer)
+            peer.addresses = await daemon.addresses()
+            await peer._meet()
+            peer._stack = stack.pop_all()
+        peer._begin_ties()
+        return peer
+
+    @property
+    def local_only(self) -> bool:
+        """Whether only peers on this machine can dial us."""
+        return bool(self.addresses) and all(reach(address) is Reach.LOOPBACK for address in self.addresses)
+
+    @property
+    def reachable(self) -> bool:
+        """Whether others can dial us directly. p2pd gets itself relayed addresses when it finds that they cannot."""
+        return bool(self.addresses) and all(reach(address) is not Reach.RELAY for address in self.addresses)
+
+    @property
+    def exchange(self) -> StreamExchange:
+        """Trades tensors with members. Only after `enter`, and not for a client."""
+        assert self._exchange is not None, "enter() comes first"
+        return self._exchange
+
+    @property
+    def membership(self) -> Membership:
+        """Who is in the run. Only after `enter`."""
+        assert self._membership is not None, "enter() comes first"
+        return self._membership
+
+    def alive(self) -> bool:
+        """Whether p2pd runs; without it nothing here works any more."""
+        return self._daemon.alive()
+
+    async def fetch_card(self) -> RunCard:
+        """The card of the run that the initial peers are in.
+
+        A peer that has not entered its run yet is asked again for up to 10 s. Raises `UnreachableError` with
+        one line that names each peer and why it gave none.
+        """
+        deadline = time.monotonic() + _CARD_PATIENCE_S
+        while True:
+            reasons = {}
+            for peer in self._alive:
+                try:
+                    return await donor.fetch_card(self._transport, peer, timeout_s=_CARD_S, meter=self.meter)
+                except PeersError as error:
+                    reasons[peer] = str(error)
+            if time.monotonic() > deadline or not reasons:
+                raise UnreachableError(f"no run to join: {_listed(reasons) or 'there are no initial peers'}")
+            await asyncio.sleep(_CARD_RETRY_S)
+
+    async def enter(self, card: RunCard, provide: Callable[[], Snapshot | None], *, codec: CodecName = "fp32") -> None:
+        """Becomes a part of the run: serves its card and our state, accepts exchanges, watches the members.
+
+        `provide` is called on a worker thread for each newcomer; None: there is no state to give. Others see us
+        once `membership.publish` was called. A client only watches.
+        """
+        assert self._membership is None, "a peer enters one run"
+        membership = Membership(
+            self._dht,
+            self._identity,
+            run=card.run,
+            digest=card.digest,
+            addresses=lambda: self.addresses,
+            reachable=lambda: self.reachable,
+            check=self._check,
+        )
+        self._card, self._membership = card, membership
+        self._stack.push_async_callback(membership.close)
+        await membership.start()
+        if self._options.client_only:
+            return
+        self._exchange = StreamExchange(
+            self._transport,
+            run=card.run,
+            digest=card.digest,
+            codec=codec,
+            meter=self.meter,
+            reachable=self._is_reachable,
+        )
+        self._stack.push_async_callback(self._exchange.close)
+        self._stack.push_async_callback(membership.withdraw)
+        await self._exchange.start()
+        await Donor(self._transport, card, provide, meter=self.meter).start()
+
+    async def fetch_state(self, *, timeout_s: float) -> Snapshot:
+        """The whole state from one of the members that train, those with the highest round first.
+
+        Raises `NoDonorError` that says why nobody could give it, within about `timeout_s`.
+        """
+        assert self._card is not None, "enter() comes first"
+        donors = self._donors()
+        if not donors:
+            raise NoDonorError("nobody could give the state: no member of this run trains yet")
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await donor.fetch_state(
+                    self._transport, donors, run=self._card.run, digest=self._card.digest, meter=self.meter
+                )
+        except TimeoutError:
+            raise NoDonorError(f"nobody could give the whole state within {timeout_s:g} s") from None
+
+    async def close(self) -> None:
+        """Says goodbye, ends what runs, stops p2pd; leaves no process, socket or file. Safe to call twice."""
+        await self._stack.aclose()
+
+    async def _meet(self) -> None:
+        """Connects to the initial peers; see `start`."""
+        if not self._initial:
+            return
+        contacts = await contact.meet(
+            self._initial, self._daemon, self._dht, identity=self._identity, patience_s=self._options.patience_s
+        )
+        dead = {str(one.address): one.reason for one in contacts if one.reason}
+        live = [one for one in contacts if not one.reason]
+        if not live:
+            raise UnreachableError(f"no initial peer answers: {_listed(dead)}")
+        self.warnings += [f"initial peer {address} is left out: {reason}" for address, reason in dead.items()]
+        self.warnings += _clock_warning(live)
+        self._alive = list(dict.fromkeys(one.address.peer_id for one in live))
+        try:
+            async with asyncio.timeout(3.0):
+                await self._dht.explore()
+        except TimeoutError:
+            _log.debug("some DHT nodes are slow to answer")
+
+    def _check(self) -> None:
+        if not self.alive():
+            raise DaemonError("p2pd, the network daemon, has ended; start this peer again")
+
+    def _is_reachable(self, peer: PeerId) -> bool:
+        if peer == self.peer_id:
+            return self.reachable
+        member = self.membership.members().get(peer)
+        return member is None or member.reachable
+
+    def _addresses_of(self, peer: PeerId) -> Sequence[str]:
+        known = [str(address) for address in self._initial if address.peer_id == peer]
+        return [*self._remembered.get(peer, ()), *known]
+
+    def _donors(self) -> list[PeerId]:
+        assert self._card is not None
+        digest = self._card.digest
+        able = [
+            member
+            for peer, member in self.membership.members().items()
+            if peer != self.peer_id
+            and member.digest == digest
+            and member.status.state in (MemberState.TRAINING, MemberState.WAITING)
+        ]
+
+        def order(member: Member) -> tuple[bool, int, bytes]:
+            # between equals each newcomer has an order of its own, so that they do not all ask the same donor
+            mixed = hashlib.sha256(f"{self.peer_id} {member.peer_id}".encode()).digest()
+            return (not member.reachable, -member.status.round, mixed)
+
+        return [member.peer_id for member in sorted(able, key=order)]
+
+    def _begin_ties(self) -> None:
+        task = asyncio.create_task(self._keep_ties())
+
+        async def end() -> None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+        self._stack.push_async_callback(end)
+
+    async def _keep_ties(self) -> None:
+        """Meets again, now and then, the peers that our DHT node lost.
+
+        Without this, two halves of a swarm that were cut from each other would stay apart for ever.
+        """
+        while True:
+            await asyncio.sleep(_TIES_EVERY_S)
+            try:
+                self._remember()
+                self.addresses = await self._daemon.addresses()
+                lost = [peer for peer in self._remembered if not self._dht.knows(peer)]
+                lost += [one.peer_id for one in self._initial if not self._dht.knows(one.peer_id)]
+                lost = random.sample(lost, min(len(lost), _TIES_AT_ONCE))
+                await asyncio.gather(*(self._tie(peer) for peer in set(lost) - {self.peer_id}))
+            except PeersError as error:
+                _log.debug("could not look after our ties: %s", error)
+            except Exception:
+                _log.exception("could not look after our ties")
+
+    async def _tie(self, peer: PeerId) -> None:
+        for text in self._addresses_of(peer):
+            try:
+                await contact.connect(parse(text), self._daemon, self._dht)
+                return
+            except PeersError as error:
+                _log.debug("%s is still lost: %s", peer, error)
+
+    def _remember(self) -> None:
+        """Keeps the members' addresses beyond their records' lives."""
+        if self._membership is None:
+            return
+        for peer, member in self._membership.members().items():
+            if peer != self.peer_id and member.addresses:
+                self._remembered.pop(peer, None)
+                self._remembered[peer] = member.addresses
+        for peer in list(self._remembered)[:-_MAX_REMEMBERED]:
+            del self._remembered[peer]
+
+
+def _clock_warning(contacts: Sequence[Contact]) -> list[str]:
+    offsets_s = sorted(one.clock_ahead_s for one in contacts)
+    offset_s = offsets_s[len(offsets_s) // 2]
+    if abs(offset_s) <= CLOCK_TOLERANCE_S:
+        return []
+    way = "behind" if offset_s > 0 else "ahead of"
+    return [
+        f"this machine's clock is {abs(offset_s):.0f} s {way} the swarm's: "
+        "set it by NTP, or others may not see this peer"
+    ]
+
+
+def _listed(reasons: dict[str, str]) -> str:
+    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
