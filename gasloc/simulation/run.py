@@ -1,0 +1,157 @@
+"""One simulation from a recipe and conditions to every worker's events and final model."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gasloc.events import Event, Finished, RunStarted
+from gasloc.fragments import fragment
+from gasloc.inner import learning_rate
+from gasloc.recipe import Recipe
+from gasloc.simulation import virtual_time
+from gasloc.simulation.algorithms import method_of, rule_of
+from gasloc.simulation.compute import AdamW, Compute
+from gasloc.simulation.conditions import Conditions
+from gasloc.simulation.life import live
+from gasloc.simulation.link import Network
+from gasloc.simulation.problem import Problem
+from gasloc.simulation.worker import Worker
+from gasloc.simulation.world import World
+from peers.exchange import PeerId
+
+Listener = Callable[[PeerId, float, Event], None]
+"""Called with the worker, the virtual time in seconds, and what happened."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What a simulation may differ in beside the recipe."""
+
+    pacing: bool = False
+    """Workers choose their local steps by `gasloc.pacing`."""
+    staggered: bool = True
+    """Each fragment at its own step of the round, or all at its end."""
+    graph: str | None = None
+    """The graph of `dadam` and `local-dadam`; None: the ring."""
+
+
+DEFAULT = Variant()
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What is left at the end; lists are in order of workers."""
+
+    parameters: list[dict[str, Tensor]]
+    seconds: float
+    """Virtual."""
+    sent_bytes: list[int]
+    tokens: list[int]
+
+
+class Simulation:
+    """A simulation ready to run. Raises `RecipeError` or `UsageError` for what cannot be, before anything runs."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        problem: Problem,
+        conditions: Sequence[Conditions],
+        *,
+        variant: Variant = DEFAULT,
+    ) -> None:
+        self.recipe = recipe
+        method = method_of(recipe, variant.graph)
+        peers = [f"worker-{number}" for number in range(len(conditions))]
+        initial = problem.initial()
+        sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in initial.items()}
+        parts = list(fragment(sizes, recipe.fragments).parts)
+        self._parameters = sum(tensor.numel() for tensor in initial.values())
+        self._algorithm = method.algorithm
+        self._listen: Listener | None = None
+        network = Network(dict(zip(peers, (each.link for each in conditions), strict=True)))
+        self.world = World(
+            recipe,
+            problem,
+            Compute(problem, _adamw(recipe), peers),
+            network,
+            parts,
+            method.graph,
+            staggered=variant.staggered,
+            pacing=variant.pacing,
+        )
+        for peer, each in zip(peers, conditions, strict=True):
+            rule = rule_of(recipe, self.world.compute.trainees[peer].parameters, parts)
+            self.world.workers.append(Worker(peer, each, self.world, rule, self._emitter(peer)))
+
+    def run(self, listen: Listener | None = None) -> Result:
+        """Runs to the end, once; `listen` hears of every event.
+
+        Raises `RunError` where the loss is not finite or every worker lost the state.
+        """
+        self._listen = listen
+        seconds = virtual_time.run(self._all())
+        workers = self.world.workers
+        return Result(
+            parameters=[{n: t.detach().clone() for n, t in w.trainee.parameters.items()} for w in workers],
+            seconds=seconds,
+            sent_bytes=[round(self.world.network.sent_bytes[worker.peer]) for worker in workers],
+            tokens=[worker.tokens for worker in workers],
+        )
+
+    async def _all(self) -> float:
+        lives = [self._one(worker, number) for number, worker in enumerate(self.world.workers)]
+        await asyncio.gather(*lives)
+        return asyncio.get_running_loop().time()
+
+    async def _one(self, worker: Worker, number: int) -> None:
+        recipe = self.recipe
+        worker.emit(
+            RunStarted(
+                peer=worker.peer,
+                run=f"{recipe.name}-simulated",
+                recipe=recipe.name,
+                digest=recipe.digest,
+                rounds=recipe.rounds,
+                round=0,
+                step=0,
+                resumed=False,
+                parameters=self._parameters,
+                device="cpu",
+                threads=1,
+                pid=0,
+                folder=worker.peer,
+            )
+        )
+        await live(worker, self._algorithm, recipe.seed, number)
+        worker.emit(
+            Finished(
+                round=worker.round,
+                step=worker.trainee.step,
+                tokens=worker.tokens,
+                model=f"{worker.peer}/model.safetensors",
+                seconds=asyncio.get_running_loop().time() - worker.conditions.join_s,
+            )
+        )
+
+    def _emitter(self, peer: PeerId) -> Callable[[Event], None]:
+        def emit(event: Event) -> None:
+            if self._listen is not None:
+                self._listen(peer, asyncio.get_running_loop().time(), event)
+
+        return emit
+
+
+def _adamw(recipe: Recipe) -> AdamW:
+    inner = recipe.inner
+    return AdamW(
+        beta1=inner.beta1,
+        beta2=inner.beta2,
+        epsilon=inner.epsilon,
+        weight_decay=inner.weight_decay,
+        clip_norm=inner.clip_norm,
+        learning_rate=lambda step: learning_rate(step, inner, recipe.total_steps),
+        local_steps=recipe.local_steps,
+    )

@@ -1,0 +1,149 @@
+"""One simulated worker: its place in the run, its local steps, and what it reports."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from gasloc import pacing, rounds
+from gasloc.events import Evaluation, Event, Round
+from gasloc.inner import learning_rate
+from gasloc.simulation.conditions import Conditions
+from gasloc.simulation.rules import Rule
+from gasloc.simulation.world import State, World
+from peers.exchange import Answer, Exchange, PeerId, Swap
+
+Emit = Callable[[Event], None]
+
+MOST_STEPS = 4
+"""With pacing, a worker takes at most this many times the recipe's local steps in a round."""
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What a round's exchanges came to, at one worker."""
+
+    partners: dict[PeerId, None] = field(default_factory=dict)
+    failures: dict[str, None] = field(default_factory=dict)
+    tried: bool = False
+    distances: list[float] = field(default_factory=list)
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    exchange_s: float = 0.0
+    """All that the worker's training stood still for."""
+    transfer_s: float = 0.0
+    """Without the wait for partners that were late."""
+
+    def add(self, swaps: Mapping[PeerId, Swap]) -> None:
+        """Counts the outcome of one exchange."""
+        self.tried = self.tried or bool(swaps)
+        self.transfer_s += max((swap.seconds for swap in swaps.values()), default=0.0)
+        for peer, swap in swaps.items():
+            self.bytes_sent += swap.bytes_sent
+            self.bytes_received += swap.bytes_received
+            if swap.answer is not Answer.ACCEPT:
+                self.failures[f"{peer}: {swap.reason}"] = None
+
+    @property
+    def reason(self) -> str:
+        """In words."""
+        if not self.tried:
+            return "nobody to mix with this round"
+        return "; ".join([f"mixed with {len(self.partners)}", *self.failures])
+
+
+class Worker:
+    """A worker's state and its steps. An algorithm drives it; `gasloc.simulation.life` starts and fails it."""
+
+    def __init__(self, peer: PeerId, conditions: Conditions, world: World, rule: Rule, emit: Emit) -> None:
+        self.peer = peer
+        self.conditions = conditions
+        self.world = world
+        self.rule = rule
+        self.emit = emit
+        self.trainee = world.compute.trainees[peer]
+        self.exchange: Exchange
+        """Set for as long as the worker is up."""
+        self.state = State.AWAY
+        self.round = 0
+        self.rounds_ended = 0
+        """In all, over failures."""
+        self.tokens = 0
+        self.losses: list[tuple[int, float]] = []
+        """Steps and mean loss of each stretch of training in this round."""
+        self.pace = pacing.Pace(conditions.step_time_s, 0.0)
+        self.steps_of_round = world.recipe.local_steps
+        self.traffic = Traffic()
+        self._began_s = 0.0
+
+    @property
+    def over(self) -> bool:
+        """Whether the recipe's last round is done."""
+        return self.round >= self.world.recipe.rounds
+
+    def begin_round(self) -> int:
+        """Starts the clocks of a round; returns its number of local steps (H_i)."""
+        recipe = self.world.recipe
+        self.traffic = Traffic()
+        self.losses = []
+        self._began_s = asyncio.get_running_loop().time()
+        self.trainee.round, self.trainee.local_step = self.round, 0
+        if self.world.pacing:
+            paces = [worker.pace for worker in self.world.training()]
+            most = MOST_STEPS * recipe.local_steps
+            chosen = pacing.local_steps(self.pace, paces, recipe.local_steps, most, previous=self.steps_of_round)
+            self.steps_of_round = chosen[0]
+        return self.steps_of_round
+
+    async def train(self, count: int) -> None:
+        """Takes local steps; returns when this worker's machine would be done with them."""
+        compute = self.world.compute
+        steps = compute.ask(self.peer, count)
+        try:
+            await asyncio.sleep(count * self.conditions.step_time_s)
+        except asyncio.CancelledError:
+            compute.drop(steps)
+            raise
+        self.losses.append((count, compute.finish(steps)))
+        self.tokens += count * self.world.problem.tokens_per_step
+
+    def end_round(self) -> None:
+        """Reports the round, moves on to the next and evaluates where one is due."""
+        recipe, traffic = self.world.recipe, self.traffic
+        self.pace = pacing.Pace(
+            self.conditions.step_time_s, pacing.smooth(self.pace.exchange_time_s, traffic.transfer_s)
+        )
+        ended = self.round
+        self.round, next_reason = rounds.next_round(ended, self.world.others_rounds(self))
+        self.rounds_ended += 1
+        seconds = asyncio.get_running_loop().time() - self._began_s
+        count = sum(steps for steps, _ in self.losses)
+        last_step = ended * recipe.local_steps + min(count, recipe.local_steps) - 1
+        self.emit(
+            Round(
+                round=ended,
+                step=self.trainee.step,
+                loss=sum(steps * loss for steps, loss in self.losses) / count,
+                lr=learning_rate(last_step, recipe.inner, recipe.total_steps),
+                local_steps=count,
+                tokens=self.tokens,
+                tokens_per_s=count * self.world.problem.tokens_per_step / max(seconds, 1e-9),
+                partners=tuple(traffic.partners),
+                mixed=bool(traffic.partners),
+                tried=traffic.tried,
+                reason=traffic.reason,
+                next_round=self.round,
+                next_reason=next_reason,
+                distance=sum(traffic.distances) / len(traffic.distances) if traffic.distances else None,
+                bytes_sent=traffic.bytes_sent,
+                bytes_received=traffic.bytes_received,
+                exchange_s=traffic.exchange_s,
+                seconds=seconds,
+            )
+        )
+        if self.over or self.round % recipe.evaluation.every_rounds == 0:
+            self.evaluate()
+
+    def evaluate(self) -> None:
+        """Measures the loss on the held-out split; takes no virtual time."""
+        loss = self.world.problem.validation_loss(self.trainee.parameters)
+        self.emit(Evaluation(round=self.round, step=self.trainee.step, validation_loss=loss, seconds=0.0))

@@ -1,0 +1,83 @@
+"""What the workers of one simulation share, and what each may see of the others."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from gasloc.recipe import Recipe
+from gasloc.simulation.compute import Compute
+from gasloc.simulation.link import Network
+from gasloc.simulation.problem import Problem
+from peers.exchange import PeerId, Tensors
+from peers.memory_exchange import MemoryHub
+
+if TYPE_CHECKING:
+    from gasloc.simulation.worker import Worker
+
+_WIRE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+
+
+class State(StrEnum):
+    """Where a worker stands. Only those in training are paired; those in training or finished serve their state."""
+
+    AWAY = "away"
+    """Not joined yet, or failed."""
+    JOINING = "joining"
+    TRAINING = "training"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class World:
+    """One simulation. Every worker sees the others as they are, with no delay."""
+
+    recipe: Recipe
+    problem: Problem
+    compute: Compute
+    network: Network
+    parts: list[tuple[str, ...]]
+    """The fragments, as names of tensors."""
+    graph: str
+    """Who mixes with whom: a name of `gasloc.topology`."""
+    staggered: bool = True
+    """Each fragment at its own step of the round, or all at its end."""
+    pacing: bool = False
+    """Workers choose their local steps by `gasloc.pacing`."""
+    workers: "list[Worker]" = field(default_factory=list)
+    hub: MemoryHub = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.hub = MemoryHub(self.carry)
+
+    def training(self) -> "list[Worker]":
+        """The workers in training."""
+        return [worker for worker in self.workers if worker.state is State.TRAINING]
+
+    def members(self, me: "Worker") -> list[PeerId]:
+        """Those that may be paired with a worker in its round, itself included; as `gasloc.swarm.Swarm.members`."""
+        reach = self.recipe.stale_rounds
+        return [other.peer for other in self.training() if other is me or abs(other.round - me.round) <= reach]
+
+    def others_rounds(self, me: "Worker") -> list[int]:
+        """The rounds that the other training workers are in."""
+        return [other.round for other in self.training() if other is not me]
+
+    def donor(self, me: "Worker") -> "Worker | None":
+        """Who gives a worker the run's state: of those with the highest round, one with the fewest uploads."""
+        able = [w for w in self.workers if w is not me and w.state in (State.TRAINING, State.FINISHED)]
+        return max(able, key=lambda worker: (worker.round, -self.network.uploads(worker.peer)), default=None)
+
+    def untrained(self) -> bool:
+        """Whether nobody has ended a round yet, so that a newcomer may start from the recipe's seed."""
+        return all(worker.rounds_ended == 0 for worker in self.workers)
+
+    def wire_bytes(self, tensors: Tensors) -> int:
+        """Bytes of named tensors under the recipe's codec."""
+        return _WIRE_BYTES[self.recipe.exchange.codec] * sum(tensor.numel() for tensor in tensors.values())
+
+    async def carry(self, sender: PeerId, receiver: PeerId, tensors: Tensors) -> int:
+        """Takes tensors over the links, after a hello and its answer; returns their bytes."""
+        size_bytes = self.wire_bytes(tensors)
+        await self.network.hello(sender, receiver)
+        await self.network.transfer(sender, receiver, size_bytes)
+        return size_bytes
