@@ -92,9 +92,10 @@ class GaslocOptimizer(Optimizer):
     and gradient scalers work on either.
 
     What travels is fixed at construction: every parameter that requires a gradient (tied ones once, under
-    their first name) and every persistent floating-point buffer. Parameters take the outer step; buffers are
-    mixed plainly. Frozen parameters and integer buffers stay local. The anchor and the outer state are
-    float32 (float64 for float64 parameters) and live in CPU memory, about twice the model in float32.
+    their first name) and every persistent floating-point buffer (masks that hold infinities apart). Parameters
+    take the outer step; buffers are mixed plainly. Frozen parameters and integer buffers stay local. The anchor
+    and the outer state are float32 (float64 for float64 parameters) and live in CPU memory, about twice the
+    model in float32.
 
     `network=None` trains alone: with an outer learning rate of 1 and no momentum as `inner` would, to rounding.
     A partner that does not answer is left out; its weight goes to oneself. `on_round` is called on the
@@ -197,10 +198,10 @@ class GaslocOptimizer(Optimizer):
         part = self._parts[index]
         names = (*part.names, *self._buffers) if index == _LAST else part.names
         phi = _only(names, self._replica.moved(self._anchor))
-        for name in part.names:
+        for name in names:
             if not phi[name].isfinite().all():
                 raise RunError(
-                    f"round {self.round}: parameter '{name}' is no longer finite, so nothing was sent; "
+                    f"round {self.round}: '{name}' of the model is no longer finite, so nothing was sent; "
                     "lower the learning rate and resume from the last checkpoint"
                 )
         return self._trade(index, phi) if self._network is not None else phi
@@ -319,6 +320,8 @@ class GaslocOptimizer(Optimizer):
         anchor, buffers, outer = self._checked({n: t for n, t in tensors.items() if not n.startswith("inner/")})
         with self._lock:
             named_state.load_hyperparameters(self.inner, self._inner_parameters, meta["inner"])
+            if len(meta["outer"]) != len(self._parts):
+                raise ModelError(f"the state was saved in {len(meta['outer'])} fragments, not {len(self._parts)}")
             for part, values in zip(self._parts, meta["outer"], strict=True):
                 named_state.load_hyperparameters(part.outer.optimizer, self._anchor, values)
             named_state.load_state_tensors(self.inner, self._inner_parameters, inner)
@@ -348,8 +351,21 @@ class GaslocOptimizer(Optimizer):
         return anchor, buffers, outer
 
     def _load_outer(self, tensors: Tensors) -> None:
-        for part in self._parts:
-            part.outer.load_momentum({n: t for n, t in tensors.items() if n.partition("/")[2] in part.names})
+        """Each fragment's outer state, or none of it. Raises `ModelError`."""
+        by_parameter: dict[str, dict[str, Tensor]] = {name: {} for name in self._anchor}
+        for label, tensor in tensors.items():
+            name = label.partition("/")[2]
+            if name not in by_parameter:
+                raise ModelError(f"outer state '{label}' is of no parameter of this model")
+            by_parameter[name][label] = tensor
+        before = [part.outer.momentum_tensors() for part in self._parts]
+        try:
+            for part in self._parts:
+                part.outer.load_momentum({n: t for name in part.names for n, t in by_parameter[name].items()})
+        except ModelError:
+            for part, state in zip(self._parts, before, strict=True):
+                part.outer.load_momentum(state)
+            raise
 
     def _take(self, anchor: Tensors, buffers: Tensors) -> None:
         for name, tensor in self._anchor.items():

@@ -13,9 +13,10 @@ class Replica:
     """A model's trainable parameters and floating-point buffers as named float32 CPU tensors.
 
     Tied parameters appear once, under their first name; two parameters that share one storage count as tied.
-    Frozen parameters, integer buffers and buffers that are not persistent do not appear. float64 stays
-    float64. The prefix that `torch.compile` puts before names is dropped, so that a peer that compiles agrees
-    with one that does not. Raises `ModelError` for a model with nothing to train or with complex parameters.
+    Frozen parameters, integer buffers and buffers that are not persistent do not appear, nor do those that hold
+    infinities as the model is made: masks, the same everywhere. float64 stays float64. The prefix that
+    `torch.compile` puts before names is dropped, so that a peer that compiles agrees with one that does not.
+    Raises `ModelError` for a model with nothing to train or with complex parameters.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -23,8 +24,8 @@ class Replica:
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._parameters = {plain_name(name): trainable[name] for name in _distinct(trainable.items())}
         persistent = model.state_dict().keys()
-        floating = [(n, b) for n, b in model.named_buffers() if n in persistent and b.is_floating_point()]
-        self._buffer_names = _distinct(floating)
+        state = [(n, b) for n, b in model.named_buffers() if n in persistent and b.is_floating_point()]
+        self._buffer_names = _distinct((name, buffer) for name, buffer in state if buffer.isfinite().all())
         if not self._parameters:
             raise ModelError("the model has no parameter that requires a gradient: there is nothing to train")
         for name, parameter in self._parameters.items():
@@ -58,11 +59,12 @@ class Replica:
 
     @torch.no_grad()
     def assign(self, parameters: Tensors, buffers: Tensors) -> None:
-        """Puts values into the model in place, so that ties, views and the optimizer's references hold."""
-        for name, parameter in self._parameters.items():
-            parameter.copy_(parameters[name])
-        for name, buffer in self._present_buffers().items():
-            buffer.copy_(buffers[name])
+        """Puts values, all or some, into the model in place: ties, views and an optimizer's references hold."""
+        for name, value in parameters.items():
+            self._parameters[name].copy_(value)
+        present = self._present_buffers()
+        for name, value in buffers.items():
+            present[name].copy_(value)
 
     def _present_buffers(self) -> dict[str, Tensor]:
         """Looked up anew each time: a module may replace a buffer by another tensor."""

@@ -149,6 +149,18 @@ def test_the_only_member_of_a_swarm_does_the_same_and_waits_for_nobody() -> None
     ] * 3
 
 
+def test_alone_in_fragments_with_outer_rate_one_it_is_a_plain_loop_too() -> None:
+    model, plain = perceptron(), perceptron()
+    results: list[RoundResult] = []
+    optimizer = GaslocOptimizer(
+        adamw(model), model, local_steps=6, fragments=3, outer=plain_outer, on_round=results.append
+    )
+    train(model, optimizer, range(18))
+    train(plain, adamw(plain), range(18))
+    assert_close(values(model), values(plain))
+    assert [(result.round, result.local_steps) for result in results] == [(0, 6), (1, 6), (2, 6)]
+
+
 # --- with partners ---------------------------------------------------------------------------------------------
 
 
@@ -268,7 +280,8 @@ def test_float_buffers_are_mixed_plainly_and_integer_ones_stay() -> None:
         [*models], outer=lambda anchor: torch.optim.SGD(anchor, lr=0.5, momentum=0.9, nesterov=True)
     )
     assert all(result.mixed for result in results)
-    assert all(message.keys() == {"weight", "mean", "mask"} for message in sent)
+    assert sorted(result.distance or 0.0 for result in results) == pytest.approx([1 / 3, 1.0])
+    assert all(message.keys() == {"weight", "mean"} for message in sent)
     for model, count, value in zip(models, (10, 21), (1.0, 3.0), strict=True):
         assert torch.equal(model.get_buffer("mean"), torch.full((2,), 2.0)), "no outer step on a buffer"
         assert torch.equal(model.get_buffer("mask"), torch.tensor([0.0, float("-inf")]))
@@ -304,7 +317,7 @@ def test_own_parameters_that_are_not_finite_are_never_sent() -> None:
     optimizer = GaslocOptimizer(adamw(model), model, network=places[0], local_steps=1)
     with torch.no_grad():
         model.get_parameter("2.bias")[0] = float("nan")
-    with pytest.raises(RunError, match=r"round 0: parameter '2\.bias' is no longer finite"):
+    with pytest.raises(RunError, match=r"round 0: '2\.bias' of the model is no longer finite"):
         optimizer.step()
     assert not places[0].sent
 
@@ -552,22 +565,27 @@ def test_a_snapshot_from_another_thread_is_of_one_round_or_the_next_never_betwee
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
+        (lambda t: t.update({"outer/momentum_buffer/2.bias": torch.zeros(4)}), r"momentum_buffer/2\.bias' has shape"),
         (lambda t: t.pop("anchor/0.bias"), r"anchor '0\.bias' of this model is missing"),
         (lambda t: t.update({"anchor/new": torch.zeros(1)}), r"anchor 'new' of the state is not in this model"),
         (lambda t: t.update({"anchor/0.bias": torch.zeros(8)}), r"anchor '0\.bias' is \(7,\) .* \(8,\)"),
         (lambda t: t.update({"anchor/0.bias": torch.zeros(7)}), r"float64 in this model, .*float32"),
         (lambda t: t.update({"junk": torch.zeros(1)}), "'junk' is no part"),
         (lambda t: t["outer/momentum_buffer/0.bias"].fill_(float("nan")), r"momentum_buffer/0\.bias' is not finite"),
+        (lambda t: t.update({"outer/momentum_buffer/x": torch.zeros(1)}), r"momentum_buffer/x' is of no parameter"),
         (lambda t: t.pop("outer/momentum_buffer/0.bias"), r"momentum_buffer/0\.bias' is missing"),
     ],
 )
+@pytest.mark.parametrize("fragments", [1, 2])
 def test_a_snapshot_that_does_not_fit_is_refused_whole(
-    spoil: Callable[[dict[str, Tensor]], object], reason: str
+    spoil: Callable[[dict[str, Tensor]], object], reason: str, fragments: int
 ) -> None:
     veteran, newcomer = perceptron(), perceptron(seed=9)
-    ours, theirs = (GaslocOptimizer(adamw(model), model, local_steps=1) for model in (veteran, newcomer))
-    train(veteran, ours, range(2))
-    train(newcomer, theirs, range(1))
+    ours, theirs = (
+        GaslocOptimizer(adamw(model), model, local_steps=2, fragments=fragments) for model in (veteran, newcomer)
+    )
+    train(veteran, ours, range(4))
+    train(newcomer, theirs, range(2))
     before = theirs.snapshot()
     model_before = values(newcomer)
     round, tensors = ours.snapshot()
@@ -592,21 +610,23 @@ class WithNorm(nn.Module):
         return output
 
 
-def new_run(dtype: torch.dtype) -> tuple[nn.Module, GaslocOptimizer, torch.optim.lr_scheduler.LRScheduler]:
+def new_run(
+    dtype: torch.dtype, fragments: int
+) -> tuple[nn.Module, GaslocOptimizer, torch.optim.lr_scheduler.LRScheduler]:
     model = WithNorm().to(dtype)
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
     inner = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}])
-    optimizer = GaslocOptimizer(inner, model, local_steps=7)
+    optimizer = GaslocOptimizer(inner, model, local_steps=7, fragments=fragments)
     return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=40)
 
 
-def run_pieces(folder: Path, pieces: list[int], dtype: torch.dtype) -> dict[str, Tensor]:
+def run_pieces(folder: Path, pieces: list[int], dtype: torch.dtype, fragments: int = 1) -> dict[str, Tensor]:
     """Trains `sum(pieces)` steps, each piece from the last one's files; all that is left at the end."""
     done = 0
     tensors: dict[str, Tensor] = {}
     for piece in pieces:
-        model, optimizer, schedule = new_run(dtype)
+        model, optimizer, schedule = new_run(dtype, fragments)
         found = checkpoint.load_latest(folder)
         if found is not None:
             prefix = "model/"
@@ -638,6 +658,12 @@ def test_a_resumed_run_repeats_the_straight_one_bit_for_bit(
     assert names == {"model", "anchor", "buffer", "outer", "inner"}
 
 
+def test_a_run_in_fragments_resumes_too(tmp_path: Path) -> None:
+    straight = run_pieces(tmp_path / "straight", [40], torch.float32, fragments=3)
+    resumed = run_pieces(tmp_path / "resumed", [10, 5, 25], torch.float32, fragments=3)
+    assert_same_bits(resumed, straight)
+
+
 def test_a_state_of_another_optimizer_is_refused() -> None:
     model = perceptron()
     optimizer = GaslocOptimizer(adamw(model), model, local_steps=2)
@@ -646,6 +672,8 @@ def test_a_state_of_another_optimizer_is_refused() -> None:
     other = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 4)).double()
     with pytest.raises(ModelError, match=r"anchor '2\.bias' is \(4,\)"):
         GaslocOptimizer(adamw(other), other).load_state_dict(state)
+    with pytest.raises(ModelError, match="saved in 1 fragments, not 2"):
+        GaslocOptimizer(adamw(model), model, fragments=2).load_state_dict(state)
     split = torch.optim.AdamW([{"params": [parameter]} for parameter in model.parameters()])
     with pytest.raises(ModelError, match="4 parameter groups that differ from the 1 saved"):
         GaslocOptimizer(split, model).load_state_dict(state)
