@@ -1,4 +1,4 @@
-"""A decoder in the style of Llama 3: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""A decoder in the style of Llama 3: RMSNorm, rotary positions, grouped-query attention, SwiGLU or experts.
 
 Dubey et al., The Llama 3 Herd of Models, 2024 (arXiv 2407.21783); Su et al., RoFormer (2104.09864); Ainslie et
 al., GQA (2305.13245); Shazeer, GLU Variants (2002.05202).
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gasloc.experts import Experts
 from gasloc.recipe import ModelConfig
 
 _STD = 0.02
@@ -68,9 +69,10 @@ class FeedForward(nn.Module):
         self.up = nn.Linear(config.dim, config.hidden_dim, bias=False)
         self.down = nn.Linear(config.hidden_dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:  # (B, T, D) -> (B, T, D)
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # (B, T, D) -> (B, T, D), ()
+        """The layer's output; and 0, since there is no load to balance."""
         output: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
-        return output
+        return output, x.new_zeros(())
 
 
 class Block(nn.Module):
@@ -81,12 +83,13 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(config.dim, config.norm_epsilon)
         self.attention = Attention(config)
         self.feed_forward_norm = RMSNorm(config.dim, config.norm_epsilon)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward: FeedForward | Experts = FeedForward(config) if config.experts == 1 else Experts(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # (B, T, D) -> (B, T, D)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:  # (B, T, D) -> (B, T, D), ()
+        """The stream after this layer, and the layer's load-balancing loss."""
         x = x + self.attention(self.attention_norm(x), cos, sin)
-        output: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
-        return output
+        change, balance = self.feed_forward(self.feed_forward_norm(x))
+        return x + change, balance
 
 
 class Decoder(nn.Module):
@@ -111,19 +114,31 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:  # (B, T) int64 -> (B, T, V)
         """Logits of the token after each position. T is at most the context length."""
+        return self._forward(tokens)[0]
+
+    def _forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:  # (B, T) int64 -> (B, T, V), ()
+        """Logits, and the mean load-balancing loss of the layers."""
         length = tokens.shape[1]
         cos, sin = self.cos[:length], self.sin[:length]
         x = self.embedding(tokens)  # (B, T, D)
+        balances = []
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x, balance = layer(x, cos, sin)
+            balances.append(balance)
         logits: Tensor = self.head(self.norm(x))
-        return logits
+        return logits, torch.stack(balances).mean()
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:  # (B, T) int64, (B, T) int64 -> ()
-        """Mean cross-entropy in nats per token, computed in float32 or wider."""
-        logits = self(inputs)  # (B, T, V)
+        """Mean cross-entropy in nats per token, computed in float32 or wider.
+
+        With experts and in training, the load-balancing loss is added by its weight in the config.
+        """
+        logits, balance = self._forward(inputs)  # (B, T, V), ()
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        return F.cross_entropy(wide.flatten(0, 1), targets.flatten())
+        loss = F.cross_entropy(wide.flatten(0, 1), targets.flatten())
+        if self.config.experts > 1 and self.training:
+            return loss + self.config.balance_weight * balance
+        return loss
 
 
 def build(config: ModelConfig, seed: int) -> Decoder:
@@ -145,7 +160,7 @@ def build(config: ModelConfig, seed: int) -> Decoder:
             if parameter.dim() < 2:
                 parameter.fill_(1.0)
             else:
-                writes = name.endswith(("attention.output.weight", "feed_forward.down.weight"))
+                writes = name.endswith(("attention.output.weight", "feed_forward.down.weight", "feed_forward.down"))
                 parameter.normal_(0.0, small if writes else _STD, generator=generator)
         cos, sin = rotations(config.context_length, config.dim // config.heads, config.rope_theta)
         model.cos.copy_(cos)
@@ -157,7 +172,9 @@ def parameter_count(config: ModelConfig) -> int:
     """How many numbers are trained; a tied head counts once. Makes no model."""
     head_dim = config.dim // config.heads
     attention = 2 * config.dim * config.dim + 2 * config.dim * config.key_value_heads * head_dim
-    feed_forward = 3 * config.dim * config.hidden_dim
+    feed_forward = 3 * config.dim * config.hidden_dim * config.experts
+    if config.experts > 1:
+        feed_forward += config.dim * config.experts  # the router
     embeddings = config.vocabulary_size * config.dim * (1 if config.tied_embeddings else 2)
     return embeddings + config.layers * (attention + feed_forward + 2 * config.dim) + config.dim
 

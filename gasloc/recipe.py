@@ -36,6 +36,11 @@ class ModelConfig(_Section):
     rope_theta: float = Field(10_000.0, gt=0)
     norm_epsilon: float = Field(1e-5, gt=0)
     tied_embeddings: bool = True
+    experts: int = Field(1, ge=1, le=4_096)
+    """Feed-forward layers to choose from for each token; 1 is a dense decoder. See `gasloc.experts`."""
+    experts_per_token: int = Field(1, ge=1, le=4_096)
+    balance_weight: float = Field(0.01, ge=0)
+    """Weight of the load-balancing loss."""
 
     @model_validator(mode="after")
     def _check_heads(self) -> Self:
@@ -43,6 +48,8 @@ class ModelConfig(_Section):
             raise ValueError(f"dim {self.dim} over heads {self.heads} must be an even whole number")
         if self.heads % self.key_value_heads:
             raise ValueError(f"heads {self.heads} must be a multiple of key_value_heads {self.key_value_heads}")
+        if self.experts_per_token > self.experts:
+            raise ValueError(f"experts_per_token {self.experts_per_token} is more than experts {self.experts}")
         return self
 
 
