@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import secrets
+import signal
 import socket
 from collections import deque
 from pathlib import Path
@@ -200,6 +201,13 @@ class Daemon:
         if self._log_task:
             await asyncio.wait({self._log_task}, timeout=_END_S)
             self._log_task.cancel()
+        self._sockets.remove()
+
+    def abandon(self) -> None:
+        """Kills p2pd and removes its sockets, at once and from any thread: for a process that exits now."""
+        with contextlib.suppress(ProcessLookupError):
+            if self._child.returncode is None:
+                os.kill(self._child.pid, signal.SIGKILL)
         self._sockets.remove()
 
     async def _settle(self, where: str) -> None:

@@ -217,6 +217,10 @@ class Peer:
         """Says goodbye, ends what runs, stops p2pd; leaves no process, socket or file. Safe to call twice."""
         await self._stack.aclose()
 
+    def abandon(self) -> None:
+        """Kills p2pd without a goodbye: for a process that exits now. From any thread, or a signal handler."""
+        self._daemon.abandon()
+
     async def _meet(self) -> None:
         """Connects to the initial peers; see `start`."""
         if not self._initial:
