@@ -66,6 +66,10 @@ class ExchangeStarted:
 
     name: ClassVar[str] = "exchange_started"
     round: int
+    mix: int
+    """Which of the round's exchanges, where there are several."""
+    phase: str
+    """Part of the exchange, such as a fragment; empty for a plain one."""
     partners: tuple[str, ...]
 
 
@@ -94,7 +98,7 @@ class Round:
     next_round: int
     next_reason: str
     distance: float | None
-    """Mean over partners of ||phi_partner - phi|| / ||phi|| before mixing; None where nobody mixed."""
+    """||mix - phi|| / ||phi||: how far mixing moved this peer; None where nobody mixed."""
     bytes_sent: int
     bytes_received: int
     exchange_s: float

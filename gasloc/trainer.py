@@ -13,12 +13,22 @@ import torch
 from gasloc import checkpoint, inner, model, sampler
 from gasloc.corpus import Corpus
 from gasloc.errors import CheckpointError, RunError
-from gasloc.events import CheckpointSaved, Evaluation, Event, Finished, Round, Stopped, Warned
+from gasloc.events import (
+    CheckpointSaved,
+    Evaluation,
+    Event,
+    ExchangeStarted,
+    Finished,
+    Round,
+    Stopped,
+    Warned,
+)
 from gasloc.optimizer import GaslocOptimizer, RoundResult
 from gasloc.outer import make_outer
 from gasloc.recipe import Recipe
 from gasloc.run_folder import write_whole
 from peers.errors import NoDonorError, PeersError
+from peers.exchange import PeerId, Slot
 
 if TYPE_CHECKING:
     from gasloc.swarm import Swarm
@@ -70,6 +80,8 @@ class Trainer:
             network=swarm,
             topology=recipe.topology,
             local_steps=recipe.local_steps,
+            mixes=recipe.mixes,
+            fragments=recipe.fragments,
             seed=recipe.seed,
             outer=make_outer(recipe.outer),
             grace_s=recipe.exchange.grace_s,
@@ -85,6 +97,8 @@ class Trainer:
         self._loss_count = 0
         self._evaluated_round = -1
         self.resumed = self._resume()
+        if swarm is not None:
+            swarm.on_exchange = self._announce
         self._rate = 0.0
         self._round_started = self._started = self._saved = time.monotonic()
 
@@ -183,6 +197,9 @@ class Trainer:
             self._catch_up(self._swarm)
         self._evaluate_if_due()
         self._round_started = time.monotonic()
+
+    def _announce(self, slot: Slot, partners: tuple[PeerId, ...]) -> None:
+        self._emit(ExchangeStarted(round=slot.round, mix=slot.mix, phase=slot.phase, partners=partners))
 
     def _catch_up(self, swarm: "Swarm") -> None:
         try:

@@ -1,0 +1,5 @@
+"""`python -m gasloc` is `gasloc`."""
+
+from gasloc.cli import main
+
+main()

@@ -1,0 +1,50 @@
+"""`gasloc join`: become a peer of a run."""
+
+import time
+
+from gasloc.commands import options
+from gasloc.commands.choices import announced
+from gasloc.errors import UsageError
+from gasloc.run_folder import default_path
+
+
+def join(
+    peers: options.Peers = None,
+    dir: options.Dir = None,
+    port: options.Port = 0,
+    host: options.Host = "0.0.0.0",
+    public_ip: options.PublicIp = None,
+    announce_maddr: options.AnnounceMaddr = None,
+    identity: options.Identity = None,
+    data: options.Data = None,
+    device: options.Device = "auto",
+    threads: options.Threads = 0,
+    wait_for: options.WaitFor = 1,
+    json: options.Json = False,
+    stop_on_eof: options.StopOnEof = False,
+) -> int:
+    """Join a run: recipe and current state come from the peers at the addresses given."""
+    announce = announced(public_ip, announce_maddr)
+    options.check_ip("--host", host)
+    addresses = options.split_addresses(peers)
+    if not addresses and (dir is None or not (dir / "peers.json").exists()):
+        raise UsageError("--peers is needed: the address that 'gasloc start' printed on the first machine")
+
+    from gasloc import worker
+
+    return worker.join(
+        worker.WorkerOptions(
+            folder=dir or default_path(time.time()),
+            host=host,
+            port=port,
+            announce=announce,
+            identity=identity,
+            initial_peers=addresses,
+            data=data,
+            device=device,
+            threads=threads,
+            json=json,
+            wait_for=wait_for,
+            stop_on_eof=stop_on_eof,
+        )
+    )

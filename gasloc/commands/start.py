@@ -1,0 +1,70 @@
+"""`gasloc start`: begin a run, or bring one back."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from gasloc.commands import options
+from gasloc.commands.choices import announced, choose_recipe
+from gasloc.run_folder import default_path
+
+if TYPE_CHECKING:
+    from gasloc.recipe import Recipe
+
+
+def start(
+    dir: options.Dir = None,
+    recipe: options.RecipeName = None,
+    rounds: options.Rounds = None,
+    local_steps: options.LocalSteps = None,
+    topology: options.Topology = None,
+    seed: options.Seed = None,
+    port: options.Port = 0,
+    host: options.Host = "0.0.0.0",
+    public_ip: options.PublicIp = None,
+    announce_maddr: options.AnnounceMaddr = None,
+    identity: options.Identity = None,
+    peers: options.Peers = None,
+    data: options.Data = None,
+    device: options.Device = "auto",
+    threads: options.Threads = 0,
+    wait_for: options.WaitFor = 1,
+    json: options.Json = False,
+    stop_on_eof: options.StopOnEof = False,
+) -> int:
+    """Begin a run and print the command with which others join; in a used --dir, go on with its run."""
+    changes: dict[str, object] = {
+        "rounds": rounds,
+        "local_steps": local_steps,
+        "topology": topology,
+        "seed": seed,
+    }
+    announce = announced(public_ip, announce_maddr)
+    options.check_ip("--host", host)
+
+    def make_recipe(stored: Recipe | None) -> Recipe:
+        return choose_recipe(recipe, changes, stored)
+
+    if dir is None:
+        make_recipe(None)  # what is wrong with it is said before torch is loaded and a folder made
+
+    from gasloc import worker
+
+    return worker.start(
+        worker.WorkerOptions(
+            folder=dir or default_path(time.time()),
+            host=host,
+            port=port,
+            announce=announce,
+            identity=identity,
+            initial_peers=options.split_addresses(peers),
+            data=data,
+            device=device,
+            threads=threads,
+            json=json,
+            wait_for=wait_for,
+            stop_on_eof=stop_on_eof,
+        ),
+        make_recipe,
+    )

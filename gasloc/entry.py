@@ -1,0 +1,43 @@
+"""Where the state of a peer that enters a swarm comes from. A pure decision."""
+
+from collections.abc import Collection
+from enum import StrEnum
+
+from gasloc import rounds
+from peers.membership import MemberState, Status
+
+
+class Source(StrEnum):
+    """Where the state comes from, or that it is too early to tell."""
+
+    DONOR = "donor"
+    """Downloaded from a member."""
+    INITIAL = "initial"
+    """The recipe's seed: nobody has ended a round yet."""
+    CHECKPOINT = "checkpoint"
+    """This peer's own, which is recent enough."""
+    WAIT = "wait"
+    """Look again: somebody is there, but has no state to give yet."""
+
+
+def decide(mine: int, others: Collection[Status], *, first: bool, stale_rounds: int) -> tuple[Source, str]:
+    """The source and the reason in words.
+
+    `mine`: the round of our own checkpoint, 0 without one. `others`: what the other members of the run
+    publish. `first`: we begin the run, or bring it back, so it is right that nobody is there. Never `INITIAL`
+    where anybody has ended a round, so that nobody's training is silently lost.
+    """
+    training = [other.round for other in others if other.state in (MemberState.TRAINING, MemberState.WAITING)]
+    if mine > 0:
+        stale, reason = rounds.is_stale(mine, training, stale_rounds)
+        return (Source.DONOR if stale else Source.CHECKPOINT), reason
+    furthest = max((other.round for other in others), default=0)
+    if not others:
+        if first:
+            return Source.INITIAL, "this peer begins the run"
+        return Source.WAIT, "its address answers, but no member's record is seen"
+    if furthest == 0:
+        return Source.INITIAL, "nobody has ended a round yet"
+    if max(training, default=0) == 0:
+        return Source.WAIT, f"a member is at round {furthest} but does not train yet"
+    return Source.DONOR, f"the swarm is at round {max(training)}"

@@ -1,0 +1,360 @@
+"""`Swarm`: the other members of a run, as the training thread sees them. Synchronous, over `peers`.
+
+with Swarm.join(PeerOptions(identity_path=Path("me.key"), initial_peers=("/ip4/...",))) as swarm:
+    optimizer = GaslocOptimizer(inner, model, network=swarm, on_round=swarm.report, ...)
+    swarm.enter(optimizer)      # takes over the swarm's state, serves ours
+    ...                         # loss.backward(); optimizer.step()
+"""
+
+import concurrent.futures
+import contextlib
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+from torch import Tensor
+
+from gasloc import entry, pacing, rounds
+from gasloc.entry import Source
+from gasloc.errors import GaslocError, RunError
+from gasloc.optimizer import RoundResult
+from gasloc.recipe import Recipe, parse
+from peers.donor import Snapshot
+from peers.exchange import Answer, Offer, PeerId, Slot, Swap, Tensors
+from peers.membership import Member, MemberState, Status
+from peers.node import Peer, PeerOptions, RunCard
+from peers.record import MAX_PARTNERS
+from peers.thread import NetworkThread
+
+T = TypeVar("T")
+
+STATE_TIMEOUT_S = 600.0
+"""Longest download of the swarm's state."""
+MEMBERS_TIMEOUT_S = 15.0
+"""How long a newcomer looks for a member's record, or waits for one that is about to train."""
+START_WAIT_S = 60.0
+"""How long `wait_for` waits."""
+
+
+class Replica(Protocol):
+    """What a swarm needs of an optimizer; `gasloc.GaslocOptimizer` is one."""
+
+    round: int
+
+    def snapshot(self) -> tuple[int, dict[str, Tensor]]: ...
+
+    def load_snapshot(self, round: int, tensors: Tensors) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """How a peer came into the swarm, or caught up with it."""
+
+    source: Source
+    reason: str
+    round: int
+    members: int
+    """Members seen, this one included."""
+    size_bytes: int
+    seconds: float
+
+
+class Swarm:
+    """One peer's place in a run; the `Network` of a `GaslocOptimizer`.
+
+    Every call is made from the training thread and blocks it. When `stop` is set, a call that waits gives up at
+    once: `swap` answers `stopped`, the others raise `concurrent.futures.CancelledError`.
+
+    Members that count for pairing have this run's recipe, are training or waiting, and are at most
+    `stale_rounds` rounds away: one further behind takes fresh state before it mixes again.
+    """
+
+    def __init__(
+        self, thread: NetworkThread, peer: Peer, card: RunCard, recipe: Recipe, stop: threading.Event, *, first: bool
+    ) -> None:
+        """Use `start` or `join`."""
+        self.recipe = recipe
+        self.card = card
+        self.on_exchange: Callable[[Slot, tuple[PeerId, ...]], None] | None = None
+        """Called before each exchange with its slot and its partners."""
+        self._thread = thread
+        self._peer = peer
+        self._stop = stop
+        self._first = first
+        self._replica: Replica | None = None
+        self._serving = False
+        self._publishing: concurrent.futures.Future[None] | None = None
+        self._round_started = time.monotonic()
+        self._heard: dict[PeerId, int] = {}
+        """The rounds that partners answered last."""
+        self._partners: tuple[PeerId, ...] = ()
+        self._status = Status(round=0, state=MemberState.JOINING)
+
+    @classmethod
+    def start(
+        cls, recipe: Recipe, options: PeerOptions, *, run: str | None = None, stop: threading.Event | None = None
+    ) -> Self:
+        """Begins a run, or goes on with the one named `run` as the first peer to come back.
+
+        Raises an error of `peers.errors` where p2pd does not start or no address in `options` answers; nothing
+        is left running then.
+        """
+        stop = stop or threading.Event()
+        run = run or f"{recipe.name}-{secrets.token_hex(4)}"
+        card = RunCard(run=run, digest=recipe.digest, document=recipe.model_dump_json().encode())
+        thread = NetworkThread()
+        try:
+            peer = thread.call(Peer.start(options), stop=stop)
+        except BaseException:
+            thread.close()
+            raise
+        return cls(thread, peer, card, recipe, stop, first=True)
+
+    @classmethod
+    def join(
+        cls, options: PeerOptions, *, expected: RunCard | None = None, stop: threading.Event | None = None
+    ) -> Self:
+        """Joins the run of the peers in `options`; the recipe comes from them.
+
+        Raises an error of `peers.errors` where none of them answers, and `RunError` where their recipe is not
+        what its digest says, or not of the run that `expected` names; nothing is left running then.
+        """
+        stop = stop or threading.Event()
+        thread = NetworkThread()
+        try:
+            peer = thread.call(Peer.start(options), stop=stop)
+            try:
+                card = thread.call(peer.fetch_card(), stop=stop)
+                recipe = read_card(card, expected)
+            except BaseException:
+                thread.call(peer.close())
+                raise
+        except BaseException:
+            thread.close()
+            raise
+        return cls(thread, peer, card, recipe, stop, first=False)
+
+    @property
+    def me(self) -> PeerId:
+        return self._peer.peer_id
+
+    @property
+    def addresses(self) -> list[str]:
+        """Full multiaddresses at which others can dial us, best first."""
+        return self._peer.addresses
+
+    @property
+    def local_only(self) -> bool:
+        """Whether only this machine can dial us."""
+        return self._peer.local_only
+
+    @property
+    def warnings(self) -> list[str]:
+        """What went wrong at the start and did not matter, such as a dead address beside a live one."""
+        return self._peer.warnings
+
+    def enter(self, replica: Replica) -> Entry:
+        """Becomes a member: serves card and state, takes over the swarm's state where ours is too old.
+
+        A newcomer never trains on fresh weights while others have trained: raises `NoDonorError` or `RunError`
+        where their state cannot be had, and `ModelError` where the replica's tensors differ from theirs.
+        """
+        started = time.monotonic()
+        self._replica = replica
+        self._status = replace(self._status, round=replica.round)
+        self._wait(self._peer.enter(self.card, self._provide, codec=self.recipe.exchange.codec))
+        self._wait(self._peer.membership.publish(self._status))
+        source, reason = self._decide(replica.round)
+        size_bytes = self._download(replica) if source is Source.DONOR else 0
+        self._serving = True
+        self._status = replace(self._status, round=replica.round, state=MemberState.WAITING)
+        self._wait(self._peer.membership.publish(self._status))
+        self._round_started = time.monotonic()
+        return Entry(
+            source=source,
+            reason=reason,
+            round=replica.round,
+            members=len(self._peer.membership.members()),
+            size_bytes=size_bytes,
+            seconds=time.monotonic() - started,
+        )
+
+    def wait_for(self, count: int) -> int:
+        """Waits until `count` members are seen, this one included, for at most 60 s; returns how many are."""
+        return self._wait(self._peer.membership.wait_for(count, START_WAIT_S))
+
+    def others(self) -> dict[PeerId, Member]:
+        """The other members of this run that are alive, whatever their state."""
+        return {
+            peer: member
+            for peer, member in self._peer.membership.members().items()
+            if peer != self.me and member.digest == self.card.digest
+        }
+
+    def members(self, round: int) -> set[PeerId]:
+        """Those that may be paired in `round`, this peer included."""
+        near = {
+            peer
+            for peer, member in self._training().items()
+            if abs(member.status.round - round) <= self.recipe.stale_rounds
+        }
+        return near | {self.me}
+
+    def others_rounds(self) -> list[int]:
+        """The rounds that the other training members published or answered last."""
+        return [max(member.status.round, self._heard.get(peer, 0)) for peer, member in self._training().items()]
+
+    def swap(self, slot: Slot, offers: Mapping[PeerId, Offer], *, timeout_s: float) -> dict[PeerId, Swap]:
+        """Trades with every partner at once; see `peers.exchange.Exchange.swap`.
+
+        A partner that could not be reached is set aside until it publishes a newer record.
+        """
+        if self.on_exchange is not None:
+            self.on_exchange(slot, tuple(sorted(offers)))
+        try:
+            swaps = self._thread.call(self._peer.exchange.swap(slot, offers, timeout_s=timeout_s), stop=self._stop)
+        except concurrent.futures.CancelledError:
+            return {peer: Swap(Answer.STOPPED, "this peer was told to stop") for peer in offers}
+        for peer, swap in swaps.items():
+            if swap.answer is Answer.UNREACHABLE:
+                self._peer.membership.set_aside(peer, swap.reason)
+            if swap.their_round is not None:
+                # fresher than its record, which we look at once a second
+                self._heard[peer] = swap.their_round
+        return swaps
+
+    def report(self, result: RoundResult) -> None:
+        """Publishes the round that comes next, and takes the swarm's state where ours fell too far behind.
+
+        For `GaslocOptimizer(on_round=...)` in a loop of one's own.
+        """
+        self.publish(result)
+        self.catch_up()
+
+    def publish(self, result: RoundResult, *, tokens: int = 0, loss: float | None = None) -> None:
+        """Tells the others where we are after a round. Does not wait until they know.
+
+        Raises what publishing the round before raised, such as `DaemonError` when p2pd has ended.
+        """
+        now = time.monotonic()
+        step_s = max(now - self._round_started - result.exchange_s, 0.0) / result.local_steps
+        self._round_started = now
+        transfer_s = max((swap.seconds for swap in result.swaps.values()), default=0.0)
+        if result.partners:
+            self._partners = result.partners
+        self._status = Status(
+            round=result.next_round,
+            state=MemberState.TRAINING,
+            step_time_s=pacing.smooth(self._status.step_time_s, step_s),
+            exchange_time_s=pacing.smooth(self._status.exchange_time_s, transfer_s),
+            tokens=tokens,
+            local_steps=result.local_steps,
+            loss=loss,
+            partners=self._partners[:MAX_PARTNERS],
+        )
+        self._send_status()
+
+    def train(self) -> None:
+        """Tells the others that the first local step comes now."""
+        self._status = replace(self._status, state=MemberState.TRAINING)
+        self._round_started = time.monotonic()
+        self._send_status()
+
+    def catch_up(self) -> Entry | None:
+        """Downloads the swarm's state if the others are more than `stale_rounds` ahead; None if they are not.
+
+        Raises `NoDonorError` where nobody could give it; the replica is unchanged then.
+        """
+        replica = self._replica
+        assert replica is not None, "enter comes first"
+        stale, reason = rounds.is_stale(replica.round, self.others_rounds(), self.recipe.stale_rounds)
+        if not stale:
+            return None
+        started = time.monotonic()
+        size_bytes = self._download(replica)
+        self._status = replace(self._status, round=replica.round)
+        self._send_status()
+        members = len(self._peer.membership.members())
+        return Entry(Source.DONOR, reason, replica.round, members, size_bytes, time.monotonic() - started)
+
+    def abandon(self) -> None:
+        """Kills p2pd without a goodbye; for a process that exits at once. Safe in a signal handler."""
+        self._peer.abandon()
+
+    def close(self) -> None:
+        """Says goodbye and stops p2pd. Bounded; safe to call twice."""
+        try:
+            self._thread.call(self._peer.close())
+        finally:
+            self._thread.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _training(self) -> dict[PeerId, Member]:
+        return {
+            peer: member
+            for peer, member in self.others().items()
+            if member.status.state in (MemberState.TRAINING, MemberState.WAITING)
+        }
+
+    def _decide(self, mine: int) -> tuple[Source, str]:
+        """Where this peer's state comes from; looks again for a while when others are about to train."""
+        deadline = time.monotonic() + MEMBERS_TIMEOUT_S
+        while True:
+            with contextlib.suppress(TimeoutError):
+                self._wait(self._peer.membership.refresh())
+            others = [member.status for member in self.others().values()]
+            source, reason = entry.decide(mine, others, first=self._first, stale_rounds=self.recipe.stale_rounds)
+            if source is not Source.WAIT:
+                return source, reason
+            if time.monotonic() > deadline:
+                raise RunError(f"cannot join run '{self.card.run}': {reason}; try again when its members train")
+            if self._stop.wait(0.3):
+                raise concurrent.futures.CancelledError
+
+    def _download(self, replica: Replica) -> int:
+        """Takes over a donor's state; returns its size in bytes."""
+        snapshot = self._wait(self._peer.fetch_state(timeout_s=STATE_TIMEOUT_S))
+        replica.load_snapshot(snapshot.round, snapshot.tensors)
+        return sum(tensor.numel() * tensor.element_size() for tensor in snapshot.tensors.values())
+
+    def _provide(self) -> Snapshot | None:
+        """Our state for a newcomer; None while we have none ourselves. Called on a network worker thread."""
+        if self._replica is None or not self._serving:
+            return None
+        round, tensors = self._replica.snapshot()
+        return Snapshot(round=round, meta={}, tensors=tensors)
+
+    def _send_status(self) -> None:
+        if self._publishing is not None and self._publishing.done():
+            self._publishing.result()
+        self._publishing = self._thread.spawn(self._peer.membership.publish(self._status))
+
+    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self._thread.call(coroutine, stop=self._stop)
+
+
+def read_card(card: RunCard, expected: RunCard | None = None) -> Recipe:
+    """The recipe in a run's card. Raises `RunError` if it is not valid, or not of the run expected."""
+    try:
+        recipe = parse(json.loads(card.document))
+    except (ValueError, GaslocError) as error:
+        raise RunError(f"run '{card.run}': its recipe cannot be read here, perhaps another version: {error}") from None
+    if recipe.digest != card.digest:
+        raise RunError(f"run '{card.run}': its recipe has digest {recipe.digest[:12]}, not {card.digest[:12]} as said")
+    if expected is not None and (card.run, card.digest) != (expected.run, expected.digest):
+        raise RunError(
+            f"the swarm there trains run '{card.run}', this folder holds run '{expected.run}': choose another --dir"
+        )
+    return recipe

@@ -1,0 +1,183 @@
+"""Real processes with real p2pd daemons on loopback."""
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean
+
+import psutil
+import pytest
+
+from tests.processes import GaslocProcess, ProcessPool
+from tests.small_recipe import write_small_recipe
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(150)]
+
+START_S = 60.0
+LOCAL = ("--host", "127.0.0.1", "--threads", "1", "--json")
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[ProcessPool]:
+    pool = ProcessPool(tmp_path)
+    try:
+        yield pool
+        pool.check_nothing_left()
+    finally:
+        pool.close()
+
+
+def start(pool: ProcessPool, *more: str, rounds: int = 2000, grace_s: float = 10.0) -> GaslocProcess:
+    path = write_small_recipe(pool.folder, rounds=rounds, grace_s=grace_s)
+    return pool.gasloc(
+        "start", "--recipe", path, "--data", pool.folder / "text.txt", "--dir", pool.folder / "first", *LOCAL, *more
+    )
+
+
+def join(pool: ProcessPool, name: str, address: str, *more: str) -> GaslocProcess:
+    return pool.gasloc(
+        "join", "--peers", address, "--data", pool.folder / "text.txt", "--dir", pool.folder / name, *LOCAL, *more
+    )
+
+
+def address_of(process: GaslocProcess) -> str:
+    address = process.event("listening", START_S)["addresses"][0]
+    assert isinstance(address, str)
+    return address
+
+
+def stop_in_order(processes: list[GaslocProcess]) -> None:
+    for process in processes:
+        process.signal(signal.SIGINT)
+    for process in processes:
+        assert process.wait(20) == 0, process.errors
+        assert process.events[-1]["event"] == "stopped"
+
+
+def test_four_start_at_once_one_dies_in_an_exchange_and_a_fifth_joins_late(pool: ProcessPool) -> None:
+    first = start(pool, "--wait-for", "4", rounds=60, grace_s=3)
+    address = address_of(first)
+    begun = time.monotonic()
+    others = [join(pool, f"peer-{number}", address, "--wait-for", "4") for number in range(3)]
+    assert time.monotonic() - begun < 1.0
+    four = [first, *others]
+    for process in four:
+        process.event("round", START_S, lambda record: record["mixed"])
+
+    # frozen as it begins an exchange, then killed: its partners are in the middle of theirs
+    victim = others[0]
+    victim.event("exchange_started", START_S, lambda record: record["partners"] and record["round"] >= 3)
+    victim.signal(signal.SIGSTOP)
+    seen = len(victim.events)
+    dead = victim.event("listening", 1)["peer"]
+    survivors = [first, others[1], others[2]]
+    waiting = max(record["round"] for process in survivors for record in process.of("round"))
+    survivors[0].event("round", START_S, lambda record: record["round"] > waiting)
+    victim.signal(signal.SIGKILL)
+    victim.wait(10)
+    assert len(victim.events) <= seen + 2  # what was in the pipe
+
+    after = max(record["round"] for process in survivors for record in process.of("round"))
+    for process in survivors:
+        process.event("round", START_S, lambda record: record["round"] > after + 1 and record["mixed"])
+
+    fifth = join(pool, "late", address)
+    entered = fifth.event("joined", START_S)
+    assert entered["source"] == "donor"
+    assert entered["round"] >= after
+    fifth.event("round", START_S, lambda record: record["mixed"])
+
+    everyone = [*survivors, fifth]
+    ends = [process.event("round", START_S, lambda record: record["round"] >= 20) for process in everyone]
+    for process in survivors:
+        losses = [record["loss"] for record in process.of("round")]
+        assert all(loss is not None for loss in losses)
+        assert mean(losses[-3:]) < mean(losses[:3]) - 0.5
+    assert fifth.of("round")[0]["loss"] < survivors[0].of("round")[0]["loss"] - 0.3, "it starts from what was learned"
+    assert all(dead not in record["partners"] for record in ends)
+    stop_in_order(everyone)
+
+
+def test_a_joiner_needs_nothing_but_the_printed_command(pool: ProcessPool) -> None:
+    first = pool.gasloc("start", "--dir", "one", "--host", "127.0.0.1", "--threads", "1")
+    command = first.line("gasloc join --peers ", START_S)
+    second = pool.gasloc(*command.removeprefix("gasloc ").split(), "--json")
+
+    joined = second.event("joined", START_S)
+    assert joined["members"] == 2
+    second.event("round", START_S, lambda record: record["mixed"])
+    stop_in_order([second])
+    first.signal(signal.SIGINT)
+    assert first.wait(20) == 0, first.errors
+    assert any(line.startswith("stopped") for line in first.output)
+
+
+def test_interrupted_once_nothing_is_left_and_the_port_is_free_again(pool: ProcessPool) -> None:
+    first = start(pool)
+    address = address_of(first)
+    first.event("round", START_S)
+    (daemon,) = first.daemons()
+    begun = time.monotonic()
+    stop_in_order([first])
+
+    assert time.monotonic() - begun < 10
+    assert not daemon.is_running()
+    assert pool.leftovers() == []
+    port = address.split("/tcp/")[1].split("/")[0]
+    again = start(pool, "--port", port)
+    assert f"/tcp/{port}/" in address_of(again)
+    started = again.event("run_started", START_S)
+    assert started["resumed"]
+    assert started["step"] == first.events[-1]["step"]
+    stop_in_order([again])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_told_to_stop_before_training_it_ends_in_good_order(pool: ProcessPool, number: signal.Signals) -> None:
+    """While it waits for others that never come."""
+    first = start(pool, "--wait-for", "3")
+    first.event("run_started", START_S)
+    first.signal(number)
+    assert first.wait(15) == 0, first.errors
+    assert first.events[-1]["event"] == "stopped"
+    assert pool.leftovers() == []
+
+
+def test_interrupted_twice_it_exits_at_once(pool: ProcessPool) -> None:
+    """In an exchange with a frozen partner, where the orderly end takes longest."""
+    first = start(pool, grace_s=60)
+    second = join(pool, "second", address_of(first))
+    second.event("round", START_S, lambda record: record["mixed"])
+    daemons = first.daemons()
+    first.signal(signal.SIGINT)
+    first.signal(signal.SIGINT)
+
+    assert first.wait(5) in (130, 0)
+    psutil.wait_procs(daemons, timeout=5)
+    stop_in_order([second])
+
+
+def test_a_state_left_behind_is_not_forgotten(pool: ProcessPool) -> None:
+    """The only trained peer leaves and comes back: a newcomer never begins from fresh weights."""
+    first = start(pool)
+    address_of(first)
+    first.event("round", START_S, lambda record: record["round"] >= 3)
+    stop_in_order([first])
+    again = start(pool)
+    late = join(pool, "late", address_of(again))
+    joined = late.event("joined", START_S)
+    assert joined["source"] == "donor"
+    assert joined["round"] >= 3
+    stop_in_order([again, late])
+
+
+def test_a_peer_without_peers_flag_finds_the_swarm_again(pool: ProcessPool) -> None:
+    first = start(pool)
+    second = join(pool, "second", address_of(first))
+    second.event("round", START_S, lambda record: record["mixed"])
+    stop_in_order([second])
+    again = pool.gasloc("join", "--dir", pool.folder / "second", "--data", pool.folder / "text.txt", *LOCAL)
+    again.event("round", START_S, lambda record: record["mixed"])
+    assert again.event("run_started", 1)["resumed"]
+    stop_in_order([first, again])
