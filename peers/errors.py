@@ -9,6 +9,7 @@
     │   ├── WireError           a frame is garbled, truncated or over its limit
     │   └── LayoutError         tensors have other names, shapes or dtypes than agreed
     ├── RefusedError            the other side answered, and said no
+    │   └── BehindError         because what we sent is too old to count there
     └── NoDonorError            nobody could give the whole state
 
 A message names the value, the reason and what to do.
@@ -49,6 +50,10 @@ class LayoutError(ProtocolError):
 
 class RefusedError(PeersError):
     """Raised when the other side answers with a refusal; the text carries its reason."""
+
+
+class BehindError(RefusedError):
+    """Raised when the other side is so far ahead that ours counts no more there: take fresh state first."""
 
 
 class NoDonorError(PeersError):
