@@ -36,9 +36,10 @@ def key_bytes(key: str) -> bytes:
 class Dht:
     """Stores small records under a key, one for each peer, until they expire."""
 
-    def __init__(self, node: Any, validator: RecordValidator) -> None:
+    def __init__(self, node: Any, daemon: Daemon, validator: RecordValidator) -> None:
         """Use `start`."""
         self._node = node
+        self._daemon = daemon
         self.validator = validator
 
     @classmethod
@@ -60,7 +61,7 @@ class Dht:
             client_mode=client_only,
             record_validator=validator,
         )
-        return cls(node, validator)
+        return cls(node, daemon, validator)
 
     async def join(self, peer: PeerId) -> float:
         """Makes a connected peer known to our node, and ours to it; returns how far its clock is ahead, seconds.
@@ -107,8 +108,10 @@ class Dht:
 
     async def close(self) -> None:
         """Answers nobody any more."""
+        if not self._daemon.alive():
+            return
         try:
             async with asyncio.timeout(_CALL_S):
                 await self._node.shutdown()
-        except Exception as error:  # p2pd may be gone
+        except Exception as error:  # p2pd may be gone in the meantime
             _log.debug("the DHT node did not end in good order: %r", error)

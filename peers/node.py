@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Self
 
 from peers import contact, donor
-from peers.address import Reach, parse, reach
+from peers.address import Reach, announced, parse, reach
 from peers.codec import CodecName
 from peers.contact import Contact
 from peers.daemon import Daemon
@@ -93,6 +93,8 @@ class Peer:
         """
         for text in options.initial_peers:
             parse(text)
+        for entry in options.announce:
+            announced(entry, options.port)
         async with AsyncExitStack() as stack:
             identity = Identity.load_or_create(options.identity_path)
             identity.acquire()

@@ -1,9 +1,8 @@
 """p2pd: started, connected with plain reasons, and ended with us however we end."""
 
+import asyncio
 import os
-import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -125,14 +124,13 @@ async def test_once_it_has_died_every_call_says_so(start_daemon: StartDaemon) ->
 async def test_it_ends_when_we_are_killed_and_the_next_start_sweeps_up(
     start_daemon: StartDaemon, tmp_path: Path
 ) -> None:
-    killed = subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(tmp_path / "me.key")], stdout=subprocess.PIPE, text=True
+    killed = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", CHILD, str(tmp_path / "me.key"), stdout=asyncio.subprocess.PIPE
     )
-    with killed:
-        assert killed.stdout is not None
-        orphan = psutil.Process(int(killed.stdout.readline()))
-        killed.send_signal(signal.SIGKILL)
-        killed.wait(10)
+    assert killed.stdout is not None
+    orphan = psutil.Process(int(await killed.stdout.readline()))
+    killed.kill()
+    await killed.communicate()
     assert not wait_gone([orphan], 10)
     with socket.socket(socket.AF_UNIX) as forgotten:
         forgotten.bind(f"/tmp/hivemind-gasloc-{killed.pid}-0badcafe-streams.sock")
