@@ -1,6 +1,7 @@
 """The command line: `gasloc ...`. Each subcommand is a module in `gasloc.commands`."""
 
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Protocol, cast
@@ -62,7 +63,10 @@ def _parameters(command: _Command) -> Iterator[_Parameter]:
 
 def main() -> None:
     """Runs the command line and exits: 0 done, 1 failed, 2 wrong usage, 130 told twice to stop."""
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    # a Ctrl-C while Python ends must not start a traceback
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(code)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -5,7 +5,7 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
 
 EXIT_NOW = 130
 
@@ -19,7 +19,7 @@ class Stop:
     def __init__(self) -> None:
         self.event = threading.Event()
         self.on_second: Callable[[], None] | None = None
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -29,9 +29,8 @@ class Stop:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number in self._before:
-            # a signal that comes while the process ends must not start a traceback
-            signal.signal(number, signal.SIG_IGN)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def tell(self) -> None:
         """Asks for an orderly end. From any thread."""

@@ -12,7 +12,6 @@ from gasloc.events import (
     CheckpointSaved,
     Evaluation,
     Event,
-    Failed,
     Finished,
     Joined,
     Listening,
@@ -68,9 +67,7 @@ def describe(event: Event) -> str | None:
                 f"finished: {event.round} rounds, {event.step} steps, {event.tokens:,} tokens "
                 f"in {time_in_words(event.seconds)}; model in {event.model}"
             )
-        case Failed():
-            return f"failed: {event.message}"
-        case _:
+        case _:  # `Failed` too: the command line tells it on stderr
             return None
 
 

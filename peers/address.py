@@ -4,11 +4,14 @@ import ipaddress
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import base58
 
 from peers.errors import AddressError
-from peers.exchange import PeerId
+
+if TYPE_CHECKING:  # it imports torch, and a malformed address is told without waiting for that
+    from peers.exchange import PeerId
 
 FORM = "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooW..."
 _CIRCUIT = "/p2p-circuit"
@@ -23,7 +26,7 @@ class Address:
 
     maddr: str
     """The part before the last `/p2p/`, such as `/ip4/203.0.113.5/tcp/31337`."""
-    peer_id: PeerId
+    peer_id: "PeerId"
 
     def __str__(self) -> str:
         return f"{self.maddr}/p2p/{self.peer_id}"

@@ -1,9 +1,13 @@
 """The command line: quick help, and one plain line for whatever is wrong."""
 
+import json
 import os
 import resource
+import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +16,12 @@ import pytest
 from gasloc import cli
 from gasloc.recipe import Recipe, load
 from tests.processes import ProcessPool
+from tests.small_recipe import write_small_recipe
 
 HEAVY = ("torch", "hivemind", "numpy", "pydantic", "peers.node", "gasloc.trainer")
+MALFORMED = "/ip4/127.0.0.1/tcp"
+ABSENT_ID = "12D3KooWQYV9dGMFoRzNStwpXztXaBUtjPqi6aU76ZgUriHhKust"
+GOOD = f"/ip4/127.0.0.1/tcp/1/p2p/{ABSENT_ID}"
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +115,10 @@ def test_recipe_check_refuses_peers_that_drift_apart(tmp_path: Path, capsys: pyt
         (["strat"], ["strat"]),
         (["join"], ["--peers is needed"]),
         (["status"], ["--peers is needed"]),
+        (["join", "--peers", MALFORMED], [MALFORMED, "peer id"]),
+        (["join", "--peers", f"{GOOD},{MALFORMED}"], [MALFORMED]),
+        (["status", "--initial-peers", "10.0.0.1:31337"], ["10.0.0.1:31337", "must start with '/'"]),
+        (["start", "--initial_peers", MALFORMED], [MALFORMED]),
         (["launch", "--workers", "0"], ["--workers", "0"]),
         (["recipe", "check", "huge"], ["recipe 'huge'"]),
     ],
@@ -154,7 +166,7 @@ def test_a_variable_stands_for_its_flag(capsys: pytest.CaptureFixture[str], monk
     assert "rounds = 0" in line
 
 
-@pytest.mark.parametrize("command", [["start"], ["join", "--peers", "/ip4/127.0.0.1/tcp/1/p2p/x"], ["launch"]], ids=str)
+@pytest.mark.parametrize("command", [["start"], ["join", "--peers", GOOD], ["launch"]], ids=str)
 def test_a_folder_that_cannot_be_written_is_one_line(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,3 +203,98 @@ def test_a_folder_in_use_is_refused_with_the_process_that_uses_it(
     held.close()
     assert code == 2
     assert f"in use by process {os.getpid()}" in line
+
+
+def free_port() -> int:
+    """A port on which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="module")
+def limit_s() -> float:
+    """20 s, or more where the machine is so busy that torch and hivemind alone take longer than 3 s to load."""
+    begun = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import gasloc.worker"], check=True)
+    return 20.0 * max(1.0, (time.monotonic() - begun) / 3.0)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+class TestAddresses:
+    """Each ends within 20 s with one line and without a p2pd, whatever the address."""
+
+    @staticmethod
+    def refused(pool: ProcessPool, limit_s: float, *arguments: str) -> tuple[int, str]:
+        """Exit code and line of a command that must fail in time."""
+        begun = time.monotonic()
+        process = pool.gasloc(*arguments)
+        code = process.wait(60)
+        assert time.monotonic() - begun < limit_s
+        assert len(process.errors) == 1, process.errors
+        assert process.errors[0].startswith("gasloc: ")
+        assert pool.leftovers() == []
+        return code, process.errors[0]
+
+    @pytest.mark.parametrize("command", ["join", "status"])
+    def test_dead(self, pool: ProcessPool, limit_s: float, command: str) -> None:
+        address = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{ABSENT_ID}"
+        code, line = self.refused(pool, limit_s, command, "--initial_peers", address)
+        assert code == 1
+        assert address in line
+        assert "connection refused" in line
+
+    def test_a_port_that_accepts_and_says_nothing(self, pool: ProcessPool, limit_s: float) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            address = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{ABSENT_ID}"
+            code, line = self.refused(pool, limit_s, "join", "--peers", address)
+        assert code == 1
+        assert address in line
+
+    def test_wrong_peer_id_and_a_dead_one_beside_a_live_one(self, pool: ProcessPool, limit_s: float) -> None:
+        recipe = write_small_recipe(pool.folder, rounds=3000)
+        data = pool.folder / "text.txt"
+        first = pool.gasloc(
+            "start", "--recipe", recipe, "--data", data, "--host", "127.0.0.1", "--dir", "first", "--json"
+        )
+        live = first.event("listening", 60)["addresses"][0]
+        wrong = live.split("/p2p/")[0] + f"/p2p/{ABSENT_ID}"
+        dead = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{ABSENT_ID}"
+
+        begun = time.monotonic()
+        process = pool.gasloc("join", "--peers", wrong)
+        assert process.wait(60) == 1
+        assert time.monotonic() - begun < limit_s
+        assert len(process.errors) == 1, process.errors
+        assert wrong in process.errors[0]
+        assert "another id" in process.errors[0]
+        assert process.daemons() == []
+
+        # `--data` is missing, and the recipe wants each peer's own: an error after the network is up
+        process = pool.gasloc("join", "--peers", live)
+        assert process.wait(60) == 2
+        assert process.errors == ["gasloc: this run trains on each peer's own text: give it with --data PATH"]
+
+        both = pool.gasloc(
+            "join", "--peers", f"{dead},{live}", "--data", data, "--host", "127.0.0.1", "--dir", "both", "--json"
+        )
+        warning = both.event("warning", 60)
+        assert dead in warning["message"]
+        assert "connection refused" in warning["message"]
+        both.event("round", 60, lambda record: record["mixed"])
+
+        status = pool.gasloc("status", "--peers", live, "--json")
+        assert status.wait(60) == 0, status.errors
+        told = json.loads(status.output[0])
+        assert {peer["peer"] for peer in told["peers"]} == {
+            process.event("listening", 1)["peer"] for process in (first, both)
+        }
+        assert all(peer["state"] == "training" and peer["reachable"] for peer in told["peers"])
+        seen = pool.gasloc("status", "--peers", live)
+        assert seen.wait(60) == 0, seen.errors
+        assert "2 peers" in seen.output[0]
+        for process in (both, first):
+            process.signal(signal.SIGINT)
+            assert process.wait(20) == 0

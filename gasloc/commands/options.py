@@ -8,6 +8,7 @@ from typing import Annotated, TypeAlias
 import typer
 
 from gasloc.errors import UsageError
+from peers import address
 
 Dir: TypeAlias = Annotated[
     Path | None,
@@ -114,9 +115,14 @@ Seed: TypeAlias = Annotated[
 
 
 def split_addresses(values: Sequence[str] | None) -> tuple[str, ...]:
-    """The addresses in `--peers`, each once, in order; values may hold several, by commas or blanks."""
-    parts = (part for value in values or () for part in value.replace(",", " ").split())
-    return tuple(dict.fromkeys(parts))
+    """The addresses in `--peers`, each once, in order; values may hold several, by commas or blanks.
+
+    Raises `AddressError` for one that is malformed, before anything heavy is loaded.
+    """
+    parts = tuple(dict.fromkeys(part for value in values or () for part in value.replace(",", " ").split()))
+    for part in parts:
+        address.parse(part)
+    return parts
 
 
 def check_ip(flag: str, value: str) -> str:
