@@ -21,6 +21,12 @@ demo: setup  ## four peers train one model on this machine
 test: setup  ## every test
 	$(BIN)/pytest
 
+bench: setup  ## compare the topologies; writes benchmarks/results/
+	$(BIN)/python -m benchmarks.topologies --quick
+
+chaos: setup  ## a swarm under random kills, freezes and joins: make chaos MINUTES=10
+	$(BIN)/python -m benchmarks.chaos --minutes $(or $(MINUTES),10)
+
 check: setup  ## lint, types and import rules; changes nothing
 	$(BIN)/ruff check gasloc peers tests benchmarks
 	$(BIN)/ruff format --check gasloc peers tests benchmarks
