@@ -6,18 +6,15 @@ one connection a request; hivemind's DHT has its own connection.
 """
 
 import asyncio
-import atexit
 import contextlib
 import importlib.resources
 import json
 import logging
 import os
 import re
-import secrets
 import signal
 import socket
 from collections import deque
-from pathlib import Path
 from typing import Any, Self
 
 import hivemind.hivemind_cli
@@ -31,14 +28,13 @@ from peers.address import Address, Reach, announced, best_first, listening, reac
 from peers.errors import DaemonError, UnreachableError
 from peers.exchange import PeerId
 from peers.identity import Identity
+from peers.sockets import Sockets, sweep
 
 REFUSED = "connection refused"
 """The reason when nobody listens at an address."""
 READ_AHEAD_BYTES = 1 << 20
 """How much of a stream may wait in memory until it is read."""
 
-_SOCKETS = Path("/tmp")  # hivemind's own choice; short, as a unix socket's path must be under 108 characters
-_PREFIX = "hivemind-gasloc"
 _START_S = 15.0
 _END_S = 3.0
 _IDLE_S = 15  # p2pd ends when nobody holds a connection to it for this long after its start
@@ -54,9 +50,9 @@ logging.getLogger("hivemind").setLevel(logging.ERROR)
 class Daemon:
     """A running p2pd. Made by `start`."""
 
-    def __init__(self, child: asyncio.subprocess.Process, sockets: "_Sockets", identity: Identity) -> None:
+    def __init__(self, child: asyncio.subprocess.Process, sockets: Sockets, identity: Identity) -> None:
         self._child = child
-        self._sockets = sockets
+        self.sockets = sockets
         self._log_task: asyncio.Task[None] | None = None
         self._words: deque[str] = deque(maxlen=20)
         self.peer_id: PeerId = identity.peer_id
@@ -84,8 +80,8 @@ class Daemon:
         told = [announced(entry, port) for entry in announce]
         if port and not client_only:
             _check_free(host, port)
-        _sweep()
-        sockets = _Sockets()
+        sweep()
+        sockets = Sockets()
         words = _command(identity, sockets, where, told, client_only=client_only)
         environment = dict(os.environ, GOLOG_LOG_LEVEL="warn", GOLOG_LOG_FMT="json")
         try:
@@ -112,9 +108,9 @@ class Daemon:
         return daemon
 
     @property
-    def stream_socket(self) -> Path:
-        """Where p2pd hands us the streams that others open."""
-        return self._sockets.streams
+    def pid(self) -> int:
+        """Of the p2pd process."""
+        return self._child.pid
 
     def alive(self) -> bool:
         """Whether the process still runs."""
@@ -158,7 +154,7 @@ class Daemon:
         and `DaemonError` when it is gone.
         """
         try:
-            reader, writer = await asyncio.open_unix_connection(self._sockets.control, limit=READ_AHEAD_BYTES)
+            reader, writer = await asyncio.open_unix_connection(self.sockets.control, limit=READ_AHEAD_BYTES)
         except OSError:
             raise DaemonError(f"p2pd has ended; its last words: {self._said()}") from None
         response = p2pd_pb2.Response()
@@ -201,14 +197,14 @@ class Daemon:
         if self._log_task:
             await asyncio.wait({self._log_task}, timeout=_END_S)
             self._log_task.cancel()
-        self._sockets.remove()
+        self.sockets.remove()
 
     def abandon(self) -> None:
         """Kills p2pd and removes its sockets, at once and from any thread: for a process that exits now."""
         with contextlib.suppress(ProcessLookupError):
             if self._child.returncode is None:
                 os.kill(self._child.pid, signal.SIGKILL)
-        self._sockets.remove()
+        self.sockets.remove()
 
     async def _settle(self, where: str) -> None:
         """Waits until p2pd says that it runs, and connects hivemind to it."""
@@ -225,9 +221,9 @@ class Daemon:
         if not words.endswith(self.peer_id):
             raise DaemonError(f"p2pd took another identity: it says '{words}', we are {self.peer_id}")
         self._log_task = asyncio.create_task(self._log_output(output))
-        prefix = {"_UNIX_SOCKET_PREFIX": f"/unix{self._sockets.stem}-"}
+        prefix = {"_UNIX_SOCKET_PREFIX": f"/unix{self.sockets.stem}-"}
         client: Any = type("Client", (P2P,), prefix)
-        self.p2p = await client.replicate(Multiaddr(f"/unix{self._sockets.control}"))
+        self.p2p = await client.replicate(Multiaddr(f"/unix{self.sockets.control}"))
 
     async def _log_output(self, output: asyncio.StreamReader) -> None:
         # p2pd would stop at a full pipe if nobody read it
@@ -242,54 +238,7 @@ class Daemon:
         return self._words[-1] if self._words else "none"
 
 
-class _Sockets:
-    """Our unix sockets, named after our process so that what a killed one left can be swept up."""
-
-    def __init__(self) -> None:
-        self.stem = _SOCKETS / f"{_PREFIX}-{os.getpid()}-{secrets.token_hex(4)}"
-        self.control = Path(f"{self.stem}-p2pd.sock")
-        self.streams = Path(f"{self.stem}-streams.sock")
-        atexit.register(self.remove)
-
-    def remove(self) -> None:
-        for path in _SOCKETS.glob(f"{self.stem.name}-*.sock"):
-            path.unlink(missing_ok=True)
-        atexit.unregister(self.remove)
-
-
-def _sweep() -> None:
-    """Removes sockets that processes of ours left when they were killed."""
-    for path in _SOCKETS.glob(f"{_PREFIX}-*.sock"):
-        owner = re.fullmatch(rf"{_PREFIX}-(\d+)-[0-9a-f]+-.*\.sock", path.name)
-        if owner and not _runs(int(owner[1])) and _is_deaf(path):
-            with contextlib.suppress(OSError):  # another user's, or swept up by another process just now
-                path.unlink()
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
-
-
-def _is_deaf(path: Path) -> bool:
-    """Whether nobody listens on a unix socket: its process may be one that we cannot see, in a container."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            return False
-    return False
-
-
-def _command(identity: Identity, sockets: _Sockets, where: str, told: list[str], *, client_only: bool) -> list[str]:
+def _command(identity: Identity, sockets: Sockets, where: str, told: list[str], *, client_only: bool) -> list[str]:
     local = reach(where) is Reach.LOOPBACK
     with importlib.resources.as_file(importlib.resources.files(hivemind.hivemind_cli) / "p2pd") as program:
         words = [str(program)]

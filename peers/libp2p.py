@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe
 from hivemind.proto import p2pd_pb2
-from hivemind.utils.multiaddr import Multiaddr
 
 from peers.address import Address, parse
 from peers.daemon import READ_AHEAD_BYTES, Daemon, raw_peer_id
@@ -42,13 +41,13 @@ class Libp2pTransport:
         """Accepts streams of `protocol` from now on; see `Transport.serve`. Raises `DaemonError`."""
         if self._server is None:
             self._server = await asyncio.start_unix_server(
-                self._on_connection, self._daemon.stream_socket, limit=READ_AHEAD_BYTES
+                self._on_connection, self._daemon.sockets.streams_path, limit=READ_AHEAD_BYTES
             )
         self._handlers[protocol] = handler
         request = p2pd_pb2.Request(
             type=p2pd_pb2.Request.STREAM_HANDLER,
             streamHandler=p2pd_pb2.StreamHandlerRequest(
-                addr=Multiaddr(f"/unix{self._daemon.stream_socket}").to_bytes(),
+                addr=self._daemon.sockets.streams_maddr,
                 proto=[protocol],
                 balanced=False,
             ),
@@ -129,6 +128,9 @@ class Libp2pTransport:
             writer.close()
 
     async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not self._daemon.sockets.comes_from(writer, self._daemon.pid):
+            _log.warning("another program on this machine tried to hand us a stream, and was refused")
+            return
         info = p2pd_pb2.StreamInfo()
         try:
             async with asyncio.timeout(_HEADER_S):

@@ -132,6 +132,7 @@ async def test_it_ends_when_we_are_killed_and_the_next_start_sweeps_up(
     killed.kill()
     await killed.communicate()
     assert not wait_gone([orphan], 10)
+    assert not sockets_of(killed.pid), "p2pd removes its own"
     with socket.socket(socket.AF_UNIX) as forgotten:
         forgotten.bind(f"/tmp/hivemind-gasloc-{killed.pid}-0badcafe-streams.sock")
     await start_daemon("next")

@@ -1,9 +1,13 @@
 """Streams over p2pd: authenticated, full duplex, and gone with their handlers."""
 
 import asyncio
+import contextlib
 import logging
+import sys
 
 import pytest
+from hivemind.p2p.p2p_daemon_bindings.utils import write_pbmsg
+from hivemind.proto import p2pd_pb2
 
 from peers.address import parse
 from peers.errors import DaemonError, UnreachableError
@@ -109,3 +113,25 @@ async def test_dialling_without_a_p2pd_says_so(start_daemon: StartDaemon) -> Non
     await a.close()
     with pytest.raises(DaemonError, match="p2pd has ended"):
         await Libp2pTransport(a).dial(a.peer_id, ECHO, timeout_s=1.0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the socket is a file that others cannot open")
+async def test_a_stream_that_p2pd_did_not_hand_over_is_refused(
+    start_daemon: StartDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    a = await start_daemon("a")
+    server = Libp2pTransport(a)
+    called = asyncio.Event()
+
+    async def handler(peer: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        called.set()
+
+    await server.serve(ECHO, handler)
+    reader, writer = await asyncio.open_unix_connection(a.sockets.streams_path)
+    await write_pbmsg(writer, p2pd_pb2.StreamInfo(peer=b"\x00\x01x", addr=b"", proto=ECHO))
+    with contextlib.suppress(ConnectionResetError):  # as it closes with our words unread
+        assert await reader.read() == b""
+    writer.close()
+    assert not called.is_set()
+    assert "was refused" in caplog.text
+    await server.close()
