@@ -168,6 +168,31 @@ class Failed:
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """The syncer merged a fragment."""
+
+    name: ClassVar[str] = "merge"
+    fragment: int
+    version: int
+    """Merges of this fragment so far, this one included."""
+    round: int
+    """The highest round that a learner has reported."""
+    learners: tuple[str, ...]
+    """Whose fragments went in."""
+    shares: tuple[float, ...]
+    """Each one's share; they sum to 1."""
+    live: int
+    """Learners that were here at the time."""
+    waited_s: float
+    """From the first report to the decision."""
+    merge_s: float
+    norm: float
+    """Length of the outer gradient."""
+    reason: str
+    """Why it was merged then, in words."""
+
+
 Event: TypeAlias = (
     RunStarted
     | Listening
@@ -180,6 +205,7 @@ Event: TypeAlias = (
     | Stopped
     | Finished
     | Failed
+    | Merge
 )
 
 Listener: TypeAlias = Callable[[Event], None]

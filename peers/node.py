@@ -15,6 +15,7 @@ from peers import contact, donor
 from peers.address import Reach, announced, parse, reach
 from peers.codec import CodecName
 from peers.contact import Contact
+from peers.courier import Courier
 from peers.daemon import Daemon
 from peers.dht import Dht
 from peers.donor import Donor
@@ -74,6 +75,7 @@ class Peer:
         self._stack = AsyncExitStack()
         self._card: RunCard | None = None
         self._exchange: StreamExchange | None = None
+        self._courier: Courier | None = None
         self._membership: Membership | None = None
         self._remembered: dict[PeerId, Sequence[str]] = {}
         self.peer_id = identity.peer_id
@@ -137,6 +139,12 @@ class Peer:
         return self._exchange
 
     @property
+    def courier(self) -> Courier:
+        """Sends and answers parcels within the run. Only after `enter`, and not for a client."""
+        assert self._courier is not None, "enter() comes first"
+        return self._courier
+
+    @property
     def membership(self) -> Membership:
         """Who is in the run. Only after `enter`."""
         assert self._membership is not None, "enter() comes first"
@@ -196,10 +204,11 @@ class Peer:
         self._stack.push_async_callback(self._exchange.close)
         self._stack.push_async_callback(membership.withdraw)
         await self._exchange.start()
+        self._courier = Courier(self._transport, run=card.run, digest=card.digest, codec=codec, meter=self.meter)
         await Donor(self._transport, card, provide, meter=self.meter).start()
 
     async def fetch_state(self, *, timeout_s: float) -> Snapshot:
-        """The whole state from one of the members that train, those with the highest round first.
+        """The whole state from a syncer, or one of the members that train, those with the highest round first.
 
         Raises `NoDonorError` that says why nobody could give it, within about `timeout_s`.
         """
@@ -265,13 +274,14 @@ class Peer:
             for peer, member in self.membership.members().items()
             if peer != self.peer_id
             and member.digest == digest
-            and member.status.state in (MemberState.TRAINING, MemberState.WAITING)
+            and member.status.state in (MemberState.TRAINING, MemberState.WAITING, MemberState.MERGING)
         ]
 
-        def order(member: Member) -> tuple[bool, int, bytes]:
+        def order(member: Member) -> tuple[bool, bool, int, bytes]:
             # between equals each newcomer has an order of its own, so that they do not all ask the same donor
             mixed = hashlib.sha256(f"{self.peer_id} {member.peer_id}".encode()).digest()
-            return (not member.reachable, -member.status.round, mixed)
+            merging = member.status.state is MemberState.MERGING
+            return (not merging, not member.reachable, -member.status.round, mixed)
 
         return [member.peer_id for member in sorted(able, key=order)]
 

@@ -37,6 +37,8 @@ class MemberState(StrEnum):
     TRAINING = "training"
     WAITING = "waiting"
     """It waits for a partner."""
+    MERGING = "merging"
+    """It is the run's syncer: it trains nothing, merges what learners send, and has the newest state."""
     LEAVING = "leaving"
     """It has said goodbye."""
 
