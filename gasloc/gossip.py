@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -11,6 +11,7 @@ from gasloc.all_reduce import Trades, all_reduce
 from peers.exchange import Answer, Offer, PeerId, Slot, Swap, Tensors
 
 
+@runtime_checkable
 class Network(Protocol):
     """What the algorithm sees of the swarm. `gasloc.swarm.Swarm` is one."""
 

@@ -9,8 +9,11 @@
 One round (DESIGN: theta at its start, phi after the local steps, W this round's mixing weights):
 
     phi = inner(theta, H steps);   mix = sum_j W_ij phi_j;   theta = outer(theta, theta - mix)
+
+With `topology="syncer"` the model is a learner of Decoupled DiLoCo instead: see `gasloc.learner`.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -26,11 +29,12 @@ from gasloc import mixing, named_state, rounds
 from gasloc import topology as topologies
 from gasloc.errors import ModelError, RunError, UsageError
 from gasloc.gossip import Exchanged, Network, Plan, exchange, joined
+from gasloc.learner import MERGES, Learner, SyncerLink
 from gasloc.outer import MakeOptimizer, OuterStep
 from gasloc.replica import Replica, plain_name
 from peers.exchange import Answer, PeerId, Slot, Swap, Tensors
 
-__all__ = ["GaslocOptimizer", "Network", "RoundResult", "default_outer"]
+__all__ = ["GaslocOptimizer", "Network", "RoundResult", "SyncerLink", "default_outer"]
 
 
 _LAST = 0
@@ -48,9 +52,9 @@ class RoundResult:
     swaps: Mapping[PeerId, Swap]
     """One a partner over all of the round's exchanges, without tensors."""
     mixes_tried: int
-    """Mixes for which there was somebody to trade with."""
+    """Mixes for which there was somebody to trade with; fragments that were due, for a learner."""
     mixes_done: int
-    """Mixes into which at least one partner's parameters went."""
+    """Mixes into which at least one partner's parameters went; merged fragments taken, for a learner."""
     reason: str
     distance: float | None
     """||mix - phi|| / ||phi||: how far mixing moved this peer; None where nobody mixed."""
@@ -105,6 +109,12 @@ class GaslocOptimizer(Optimizer):
     as many parts of whole tensors, each of which is exchanged and takes its outer step at its own step of the
     round (streaming, arXiv 2501.18512); buffers travel with the last, at the round's end.
 
+    `topology="syncer"` makes the model a learner (Decoupled DiLoCo, arXiv 2604.21428): a fragment that is due is
+    sent and training goes on; what the syncer made of it is applied at the first step after it came, and the
+    progress since is kept. `overlap_steps` 0 waits for it instead. The syncer takes the outer steps, and weighs
+    learners by `step_tokens`, the tokens of one local step; it may be changed at any time. Buffers stay local.
+    While there is no syncer, the learner trains on.
+
     Raises `UsageError` for an unknown topology, counts below 1 or more fragments than tensors or steps, and
     `ModelError` where `inner` holds a parameter that is not of `model` or `model` has nothing to train.
     """
@@ -114,7 +124,7 @@ class GaslocOptimizer(Optimizer):
         inner: Optimizer,
         model: nn.Module,
         *,
-        network: Network | None = None,
+        network: Network | SyncerLink | None = None,
         topology: str = "2-peer",
         local_steps: int = 30,
         mixes: int = 1,
@@ -122,6 +132,8 @@ class GaslocOptimizer(Optimizer):
         seed: int = 0,
         outer: MakeOptimizer | None = None,
         grace_s: float = 10.0,
+        overlap_steps: int = 2,
+        step_tokens: float = 1.0,
         on_round: Callable[[RoundResult], None] | None = None,
     ) -> None:
         _check(topology, local_steps, mixes)
@@ -137,7 +149,9 @@ class GaslocOptimizer(Optimizer):
         self.round = 0
         self.local_step = 0
         """Local steps taken in this round."""
-        self._network = network
+        self.step_tokens = step_tokens
+        self._network = _gossip_network(topology, network)
+        self._overlap_steps = overlap_steps
         self._plan = Plan(topology, seed, mixes, grace_s)
         self._on_round = on_round
         self._replica = Replica(model)
@@ -145,6 +159,8 @@ class GaslocOptimizer(Optimizer):
         self._anchor = self._replica.parameters()
         self._buffers = self._replica.buffers()
         self._parts = _cut(self._anchor, fragments, outer or default_outer)
+        self._link = _syncer_link(topology, network)
+        self._learner = Learner([part.names for part in self._parts], self._link) if self._link else None
         self._begin_round()
         self._lock = threading.Lock()
         """Held while anchor, outer state and round change, so that `snapshot` sees one round or the next."""
@@ -164,6 +180,9 @@ class GaslocOptimizer(Optimizer):
         """
         loss = self.inner.step(closure) if closure is not None else self.inner.step()
         self.local_step += 1
+        if self._learner is not None:
+            self._learn(self._learner)
+            return loss
         for index in self._due():
             mix = self._mixed(index)
             if index != _LAST:
@@ -178,6 +197,15 @@ class GaslocOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, as `inner` does."""
         self.inner.zero_grad(set_to_none)
+
+    def settle(self, timeout_s: float) -> None:
+        """As a learner, waits for what is with the syncer, for at most `timeout_s`, and takes it.
+
+        For the end of a run; does nothing in other topologies.
+        """
+        if self._learner is not None:
+            self._learner.wait(timeout_s)
+            self._take_merges(self._learner)
 
     def _due(self) -> list[int]:
         """The fragments to exchange after this local step, in the order of their turns."""
@@ -197,14 +225,74 @@ class GaslocOptimizer(Optimizer):
         self.inner.zero_grad(set_to_none=True)
         part = self._parts[index]
         names = (*part.names, *self._buffers) if index == _LAST else part.names
+        phi = self._moved(names)
+        return self._trade(index, phi) if self._network is not None else phi
+
+    def _moved(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """phi of these names. Raises `RunError` where it is not finite."""
         phi = _only(names, self._replica.moved(self._anchor))
-        for name in names:
-            if not phi[name].isfinite().all():
+        for name, tensor in phi.items():
+            if not tensor.isfinite().all():
                 raise RunError(
                     f"round {self.round}: '{name}' of the model is no longer finite, so nothing was sent; "
                     "lower the learning rate and resume from the last checkpoint"
                 )
-        return self._trade(index, phi) if self._network is not None else phi
+        return phi
+
+    @torch.no_grad()
+    def _learn(self, learner: Learner) -> None:
+        """After a learner's local step: takes what came, reports what is due, ends the round at its last step."""
+        learner.count_step(self.step_tokens)
+        self._take_merges(learner)
+        due = self._due()
+        if not due:
+            return
+        phi = self._moved(name for index in due for name in self._parts[index].names)
+        for index in due:
+            learner.report(index, phi, self.round)
+        if self._overlap_steps == 0:
+            started = time.perf_counter()
+            learner.wait(math.inf)
+            self._exchange_s += time.perf_counter() - started
+            self._take_merges(learner)
+        if _LAST in due:
+            result = self._end_learners_round(learner)
+            if self._on_round is not None:
+                self._on_round(result)
+
+    @torch.no_grad()
+    def _take_merges(self, learner: Learner) -> None:
+        if not learner.arrived():
+            return
+        with self._lock:
+            values = learner.take(self._replica.moved(self._anchor))
+            for name, value in values.items():
+                self._anchor[name].copy_(value)
+        self._replica.assign(values, {})
+
+    def _end_learners_round(self, learner: Learner) -> RoundResult:
+        assert self._link is not None, "a learner has a link"
+        outcome = learner.end_round()
+        next_round, next_reason = rounds.next_round(self.round, self._link.others_rounds())
+        result = RoundResult(
+            round=self.round,
+            local_steps=self.local_step,
+            partners=tuple(outcome.swaps),
+            swaps=outcome.swaps,
+            mixes_tried=outcome.reported,
+            mixes_done=outcome.merged,
+            reason=outcome.reason,
+            distance=outcome.distance,
+            exchange_s=self._exchange_s,
+            bytes_sent=sum(swap.bytes_sent for swap in outcome.swaps.values()),
+            bytes_received=sum(swap.bytes_received for swap in outcome.swaps.values()),
+            next_round=next_round,
+            next_reason=next_reason,
+        )
+        with self._lock:
+            self.round, self.local_step = next_round, 0
+        self._begin_round()
+        return result
 
     @torch.no_grad()
     def _take_outer_step(self, index: int, mix: Tensors) -> None:
@@ -305,6 +393,7 @@ class GaslocOptimizer(Optimizer):
                 "local_step": self.local_step,
                 "inner": named_state.hyperparameters(self.inner, self._inner_parameters),
                 "outer": [named_state.hyperparameters(p.outer.optimizer, self._anchor) for p in self._parts],
+                "learner": self._learner.counts() if self._learner else None,
             },
             "tensors": self._shared_state() | {f"inner/{name}": tensor for name, tensor in inner.items()},
         }
@@ -326,11 +415,15 @@ class GaslocOptimizer(Optimizer):
                 named_state.load_hyperparameters(part.outer.optimizer, self._anchor, values)
             named_state.load_state_tensors(self.inner, self._inner_parameters, inner)
             self._load_outer(outer)
+            if self._learner is not None:
+                self._learner.load_counts(meta["learner"])
             self._take(anchor, buffers)
             self.round, self.local_step = int(meta["round"]), int(meta["local_step"])
 
     def _shared_state(self) -> dict[str, Tensor]:
         outer = {name: tensor for part in self._parts for name, tensor in part.outer.momentum_tensors().items()}
+        if self._learner is not None:
+            outer = {MERGES: self._learner.merges()}
         return (
             {f"anchor/{name}": tensor.detach() for name, tensor in self._anchor.items()}
             | {f"buffer/{name}": tensor for name, tensor in self._buffers.items()}
@@ -352,6 +445,11 @@ class GaslocOptimizer(Optimizer):
 
     def _load_outer(self, tensors: Tensors) -> None:
         """Each fragment's outer state, or none of it. Raises `ModelError`."""
+        if self._learner is not None:
+            if tensors.keys() != {MERGES}:
+                raise ModelError(f"a learner's outer state is '{MERGES}' alone, not {sorted(tensors)[:3]}")
+            self._learner.restart(tensors[MERGES])
+            return
         by_parameter: dict[str, dict[str, Tensor]] = {name: {} for name in self._anchor}
         for label, tensor in tensors.items():
             name = label.partition("/")[2]
@@ -382,7 +480,24 @@ def _check(topology: str, local_steps: int, mixes: int) -> None:
         raise UsageError(f"local_steps = {local_steps}: a round has at least 1 local step")
     if mixes < 1:
         raise UsageError(f"mixes = {mixes}: an exchange has at least 1")
-    topologies.row(topology, round=0, members=[""], me="", seed=0)
+    if topology != "syncer":
+        topologies.row(topology, round=0, members=[""], me="", seed=0)
+
+
+def _gossip_network(topology: str, network: Network | SyncerLink | None) -> Network | None:
+    if topology == "syncer" or network is None:
+        return None
+    if not isinstance(network, Network):
+        raise UsageError(f"topology = '{topology}' needs a network that can swap: see gasloc.gossip.Network")
+    return network
+
+
+def _syncer_link(topology: str, network: Network | SyncerLink | None) -> SyncerLink | None:
+    if topology != "syncer":
+        return None
+    if not isinstance(network, SyncerLink):
+        raise UsageError("topology = 'syncer' needs a network with a syncer, which takes the outer steps")
+    return network
 
 
 def _cut(anchor: dict[str, Tensor], count: int, make: MakeOptimizer) -> tuple[_Part, ...]:
