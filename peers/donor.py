@@ -26,7 +26,7 @@ from peers.exchange import Answer, PeerId, Tensors
 from peers.meter import Meter
 from peers.stall import StallLimit
 from peers.transport import Transport
-from peers.wire import BLOCK_BYTES, Kind, Wire, clean, reason_of
+from peers.wire import BLOCK_BYTES, MAX_HEADER_BYTES, Kind, Wire, clean, encode_json, reason_of
 
 CARD_PROTOCOL = "/gasloc/card/1"
 STATE_PROTOCOL = "/gasloc/state/1"
@@ -65,7 +65,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    snapshot: Snapshot
+    header: bytes
     body: Body
 
 
@@ -113,35 +113,37 @@ class Donor:
 
     async def _on_state(self, peer: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         wire = Wire(reader, writer, "state", self._meter)
-        self._downloads += 1
         try:
-            async with StallLimit(self._stall_s) as limit:
-                wire.on_moved(limit.moved)
+            async with StallLimit(self._stall_s):
                 request = await wire.receive_header(Kind.HEADER)
-            await self._answer(wire, request)
+            declined = self._decline(request)
+            if declined:
+                await _send_no(wire, *declined)
+            else:
+                await self._give(wire)
+            await wire.linger(self._stall_s)
         except (ProtocolError, RefusedError, TimeoutError) as error:
             _log.debug("%s did not take the whole state: %s", peer, error)
+
+    async def _give(self, wire: Wire) -> None:
+        self._downloads += 1
+        try:
+            prepared = await asyncio.to_thread(self._prepare)
+            if isinstance(prepared, _Prepared):
+                async with StallLimit(self._stall_s) as limit:
+                    wire.on_moved(limit.moved)
+                    await _send_state(wire, prepared)
+            else:
+                await _send_no(wire, *prepared)
         finally:
             self._downloads -= 1
-
-    async def _answer(self, wire: Wire, request: Mapping[str, object]) -> None:
-        declined = self._decline(request)
-        prepared = declined if declined else await asyncio.to_thread(self._prepare)
-        async with StallLimit(self._stall_s) as limit:
-            wire.on_moved(limit.moved)
-            if isinstance(prepared, _Prepared):
-                await _send_state(wire, prepared)
-            else:
-                answer, reason = prepared
-                await wire.send_header(Kind.HEADER, {"answer": answer.value, "reason": reason})
-        await wire.linger(self._stall_s)
 
     def _decline(self, request: Mapping[str, object]) -> tuple[Answer, str] | None:
         for key, ours in (("run", self._card.run), ("digest", self._card.digest)):
             theirs = request.get(key)
             if theirs != ours:
                 return Answer.REFUSED, f"{key} {clean(repr(theirs))} against '{ours}'"
-        if self._downloads > self._max_downloads:
+        if self._downloads >= self._max_downloads:
             return Answer.BUSY, f"{self._max_downloads} downloads are under way already"
         return None
 
@@ -151,7 +153,7 @@ class Donor:
             snapshot = self._provide()
             if snapshot is None:
                 return Answer.REFUSED, "it has no state to give yet"
-            return _Prepared(snapshot, Body(snapshot.tensors, "fp32"))
+            return _Prepared(_state_header(snapshot), Body(snapshot.tensors, "fp32"))
         except PeersError as error:
             return Answer.REFUSED, f"its own state is unfit: {error}"
         except Exception:
@@ -174,13 +176,26 @@ async def _send_card(wire: Wire, card: RunCard) -> None:
         await wire.send_block(memoryview(card.document)[start : start + BLOCK_BYTES])
 
 
+def _state_header(snapshot: Snapshot) -> bytes:
+    """Raises `ProtocolError` for a round or a meta that a newcomer would refuse."""
+    _check_round(snapshot.round)
+    meta = read_meta(dict(snapshot.meta))
+    fields = {"answer": Answer.ACCEPT.value, "reason": "", "round": snapshot.round, "meta": meta}
+    header = encode_json(fields)
+    if len(header) > MAX_HEADER_BYTES:
+        raise ProtocolError(f"a state's meta of {len(header)} bytes is over the limit of {MAX_HEADER_BYTES}")
+    return header
+
+
 async def _send_state(wire: Wire, prepared: _Prepared) -> None:
-    snapshot = prepared.snapshot
-    header = {"answer": Answer.ACCEPT.value, "reason": "", "round": snapshot.round, "meta": dict(snapshot.meta)}
-    await wire.send_header(Kind.HEADER, header)
+    await wire.send_payload(Kind.HEADER, prepared.header)
     digest = new_digest()
     await prepared.body.send(wire, digest)
     await wire.send_header(Kind.DONE, {"sha256": digest.hexdigest()})
+
+
+async def _send_no(wire: Wire, answer: Answer, reason: str) -> None:
+    await wire.send_header(Kind.HEADER, {"answer": answer.value, "reason": reason})
 
 
 async def fetch_card(transport: Transport, peer: PeerId, *, timeout_s: float, meter: Meter | None = None) -> RunCard:
@@ -255,9 +270,7 @@ async def fetch_state(
 
 async def _receive_state(wire: Wire, limit_bytes: int, prefixes: tuple[str, ...]) -> Snapshot:
     header = await accepted(wire)
-    round_, meta = header.get("round"), read_meta(header.get("meta"))
-    if type(round_) is not int or not 0 <= round_ < 2**63:
-        raise ProtocolError("the state's round is not a whole number")
+    round_, meta = _check_round(header.get("round")), read_meta(header.get("meta"))
     digest = new_digest()
     entries = await receive_table(wire, digest)
     total_bytes = sum(entry.size_bytes for entry in entries)
@@ -285,6 +298,12 @@ def _text(header: Mapping[str, object], key: str) -> str:
     if not (isinstance(text, str) and 0 < len(text) <= _MAX_TEXT_CHARACTERS and text.isprintable()):
         raise ProtocolError(f"the run card's '{key}' is not a printable text of 1 to 128 characters")
     return text
+
+
+def _check_round(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ProtocolError("the state's round is not a whole number from 0 to 2^63")
+    return value
 
 
 def read_meta(value: object) -> dict[str, int | float | str]:

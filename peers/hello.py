@@ -12,7 +12,7 @@ PROTOCOL_VERSION = 1
 MAX_NOTES = 16
 _MAX_TEXT_CHARACTERS = 128
 _MAX_ROUND = 2**62
-_MAX_PATIENCE_S = 86_400.0
+MAX_PATIENCE_S = 86_400.0
 _REPLIES = (
     Answer.ACCEPT,
     Answer.BEHIND,
@@ -53,7 +53,7 @@ class Hello:
             run=_text(value, "run"),
             digest=_text(value, "digest"),
             slot=_slot(value.get("slot")),
-            patience_s=min(_number("patience_s", value.get("patience_s")), _MAX_PATIENCE_S),
+            patience_s=min(_number("patience_s", value.get("patience_s")), MAX_PATIENCE_S),
             note=read_note(value.get("note")),
             version=_whole("version", value.get("version")),
         )

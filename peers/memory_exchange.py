@@ -76,6 +76,9 @@ class MemoryExchange:
         """See `Exchange.swap` and, for what it raises, `StreamExchange.swap`."""
         check_offers(self._me, offers)
         loop = asyncio.get_running_loop()
+        for partner in offers:
+            if (slot, partner) in self._waits:
+                raise ValueError(f"a swap with {partner} in {words(slot)} is under way already")
         self._place.reach(slot)
         unfit = _unfit(offers)
         if unfit:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -10,9 +11,9 @@ from typing import Literal
 from peers import codec
 from peers.body import Body
 from peers.codec import CodecName
-from peers.errors import LayoutError, ProtocolError, RefusedError, UnreachableError, WireError
+from peers.errors import DaemonError, LayoutError, ProtocolError, RefusedError, UnreachableError, WireError
 from peers.exchange import Answer, Offer, PeerId, Slot, Swap, Tensors, layout_of
-from peers.hello import Hello, Reply, dials, read_note, words
+from peers.hello import MAX_PATIENCE_S, Hello, Reply, dials, read_note, words
 from peers.meter import Meter
 from peers.rendezvous import Incoming, Rendezvous, Wait
 from peers.trade import Trade
@@ -27,6 +28,7 @@ _PROBE_EVERY_S = 2.0
 _PROBES_BEFORE_DIALLING = 2
 _CLOSE_S = 2.0
 _MAX_STREAMS = 512
+_MAX_STREAMS_PER_PEER = 32
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +86,7 @@ class StreamExchange:
         self._handshake_s = handshake_s
         self._rendezvous = Rendezvous(run, digest)
         self._tasks: set[asyncio.Task[Swap]] = set()
-        self._streams = 0
+        self._streams: Counter[PeerId] = Counter()
         self._closed = False
 
     @property
@@ -207,16 +209,22 @@ class StreamExchange:
         arrived = asyncio.create_task(wait.arrived.wait())
         try:
             await self._first(seeking, arrived, search, wait, deadline)
-            found = seeking.result() if seeking.done() else _too_late(wait, search.heard)
-            incoming = None if isinstance(found, _Meeting) else wait.take()
-            return _Meeting(incoming.wire, incoming.hello.note, incoming) if incoming else found
+            seeking.cancel()
+            await asyncio.wait({seeking})
         except asyncio.CancelledError:
-            _cut_unused(seeking)
+            seeking.cancel()
+            seeking.add_done_callback(_cut_unused)
+            await asyncio.wait({seeking})
             raise
         finally:
             arrived.cancel()
-            if seeking.cancel():
-                await asyncio.wait({seeking})
+        found = None if seeking.cancelled() else seeking.result()
+        if isinstance(found, _Meeting):
+            return found
+        incoming = wait.take()
+        if incoming:
+            return _Meeting(incoming.wire, incoming.hello.note, incoming)
+        return found or _too_late(wait, search.heard)
 
     async def _first(
         self,
@@ -243,12 +251,12 @@ class StreamExchange:
         kept = False
         try:
             wire = await self._open(partner, EXCHANGE_PROTOCOL, limit_s)
-            patience_s = max(deadline - loop.time(), 0.0)
+            patience_s = min(max(deadline - loop.time(), 0.0), MAX_PATIENCE_S)
             async with asyncio.timeout(patience_s + min(1.0, self._handshake_s)):
                 reply = await _ask(wire, replace(hello, patience_s=patience_s))
             kept = reply.answer is Answer.ACCEPT
             return _Meeting(wire, reply.note, None) if kept else _declined(partner, reply)
-        except UnreachableError as error:
+        except (UnreachableError, DaemonError) as error:
             return Swap(Answer.UNREACHABLE, f"{partner} cannot be reached: {error}")
         except TimeoutError:
             return Swap(Answer.TIMEOUT, f"{partner} did not answer in time")
@@ -274,8 +282,8 @@ class StreamExchange:
             pause_s = _PROBE_EVERY_S
             try:
                 search.heard = await self._probe(partner, hello)
-            except UnreachableError as error:
-                if partner_reachable:
+            except (UnreachableError, DaemonError) as error:
+                if partner_reachable or isinstance(error, DaemonError):
                     return Swap(Answer.UNREACHABLE, f"{partner} cannot be reached: {error}")
                 continue
             except (ProtocolError, TimeoutError):
@@ -289,7 +297,7 @@ class StreamExchange:
                 return _declined(partner, search.heard)
 
     async def _probe(self, partner: PeerId, hello: Hello) -> Reply:
-        """Asks what a hello would be answered. Raises `UnreachableError`, `ProtocolError`, `TimeoutError`."""
+        """Asks what a hello would be answered. Raises as `Transport.dial` does; `ProtocolError`, `TimeoutError`."""
         wire = await self._open(partner, PROBE_PROTOCOL, self._handshake_s)
         try:
             async with asyncio.timeout(self._handshake_s):
@@ -303,28 +311,28 @@ class StreamExchange:
 
     async def _on_stream(self, peer: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         wire = Wire(reader, writer, "exchange", self._meter)
-        self._streams += 1
+        self._streams[peer] += 1
         try:
             hello = await self._hear(peer, wire)
             reply = await self._rendezvous.admit(peer, wire, hello) if hello else None
             if reply:
                 await _say(wire, reply)
         finally:
-            self._streams -= 1
+            self._streams -= Counter([peer])
 
     async def _on_probe(self, peer: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         wire = Wire(reader, writer, "probe", self._meter)
-        self._streams += 1
+        self._streams[peer] += 1
         try:
             hello = await self._hear(peer, wire)
             if hello:
                 await _say(wire, self._rendezvous.answer(peer, hello))
         finally:
-            self._streams -= 1
+            self._streams -= Counter([peer])
 
     async def _hear(self, peer: PeerId, wire: Wire) -> Hello | None:
         """The hello of a stream that was opened to us; None where it was answered already, or is not worth it."""
-        if self._streams > _MAX_STREAMS:
+        if self._streams.total() > _MAX_STREAMS or self._streams[peer] > _MAX_STREAMS_PER_PEER:
             await _say(wire, Reply(Answer.BUSY, "too many streams are open here", self._rendezvous.place.round))
             return None
         try:
@@ -384,7 +392,7 @@ def _too_late(wait: Wait, heard: Reply | None) -> Swap:
 
 def _cut_unused(seeking: asyncio.Task[_Meeting | Swap]) -> None:
     """A stream that was accepted just as we were cancelled."""
-    if seeking.done() and not seeking.cancelled() and not seeking.exception():
+    if not seeking.cancelled() and not seeking.exception():
         found = seeking.result()
         if isinstance(found, _Meeting):
             found.wire.cut()

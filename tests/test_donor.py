@@ -160,7 +160,9 @@ def test_the_state_arrives_whole_and_exact() -> None:
         meter = Meter()
         await donor(network, "A", meter=meter)
         assert_same(await fetch(network, "A"), snapshot())
-        await network.join("B").finished()
+        found = network.find("A")
+        assert found is not None
+        await found.finished()
         assert meter.by_kind["state"].sent_bytes > 4 * FLOATS
 
     play(scenario)
@@ -222,8 +224,11 @@ def test_no_donor_lists_everybody_with_a_reason() -> None:
         await donor(network, "D", fails)
         await donor(network, "E", lambda: Snapshot(1, {}, {"theta/w": torch.tensor(float("nan"))}))
         await donor(network, "F", lambda: Snapshot(1, {}, {"virus": torch.zeros(1)}))
+        await donor(network, "H", lambda: Snapshot(1, {"loss": float("inf")}))
+        await donor(network, "I", lambda: Snapshot(1, {"long": "x" * 70_000}))
+        await donor(network, "J", lambda: Snapshot(-1))
         with pytest.raises(NoDonorError) as caught:
-            await fetch(network, *"ABCDEFG")
+            await fetch(network, *"ABCDEFGHIJ")
         for part in (
             "A: refused: it has no state to give yet",
             "B: refused: run 'tiny' against 'other'",
@@ -232,6 +237,9 @@ def test_no_donor_lists_everybody_with_a_reason() -> None:
             "E: refused: its own state is unfit: tensor 'theta/w' holds NaN",
             "F: tensor 'virus' does not belong to a state",
             "G: G refused the connection",
+            "H: refused: its own state is unfit: the state's meta 'loss' is neither",
+            "I: refused: its own state is unfit: a state's meta of 70",
+            "J: refused: its own state is unfit: the state's round",
         ):
             assert part in str(caught.value)
         with pytest.raises(NoDonorError, match="there is no donor"):

@@ -10,7 +10,7 @@ from peers.exchange import Answer, Exchange, Offer, PeerId, Slot, Swap, Tensors,
 from tests.worlds import Closable, World, in_every_world
 
 GRACE_S = 20.0
-SHORT_S = 1.0
+SHORT_S = 0.5
 
 
 def weights(seed: int) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peers.codec import CodecName, encode
+from peers.errors import DaemonError
 from peers.exchange import Answer, Offer, PeerId, Slot, Swap, Tensors
 from peers.hello import Hello, Reply
 from peers.meter import Meter
@@ -231,6 +232,44 @@ def test_neither_dials_at_first_and_they_still_meet() -> None:
     run(scenario())
 
 
+views = st.sets(st.sampled_from("AB"))
+moments = st.sampled_from([0.0, 0.05, 0.25, 0.3, 1.0])
+
+
+@settings(max_examples=150)
+@given(
+    a_sees=views,
+    b_sees=views,
+    late_s=moments,
+    a_is_late=st.booleans(),
+    delays=st.lists(st.tuples(moments, moments), max_size=3),
+)
+def test_whatever_each_thinks_of_who_can_be_dialled_they_meet(
+    a_sees: set[PeerId],
+    b_sees: set[PeerId],
+    late_s: float,
+    a_is_late: bool,
+    delays: list[tuple[float, float]],
+) -> None:
+    async def scenario() -> None:
+        pair = Pair()
+        a = await pair.join("A", reachable=a_sees.__contains__)
+        b = await pair.join("B", reachable=b_sees.__contains__)
+        for out_s, back_s in delays:
+            faults = Fault(FaultKind.DELAY, delay_s=out_s), Fault(FaultKind.DELAY, delay_s=back_s, back=True)
+            pair.network.order(EXCHANGE_PROTOCOL, *faults)
+        early, late = (b, a) if a_is_late else (a, b)
+        waiting = asyncio.create_task(early.swap(Slot(1), {late.me: Offer(small(1.0))}, timeout_s=GRACE_S))
+        await asyncio.sleep(late_s)
+        of_late = await late.swap(Slot(1), {early.me: Offer(small(2.0))}, timeout_s=GRACE_S)
+        of_early = await waiting
+        assert_both((of_early[late.me], of_late[early.me]), Answer.ACCEPT)
+        await pair.at_rest()
+        assert len(asyncio.all_tasks()) == 1
+
+    run(scenario())
+
+
 def test_a_partner_that_cannot_be_dialled_but_comes_is_not_given_up() -> None:
     async def scenario() -> None:
         pair = Pair()
@@ -442,6 +481,44 @@ def test_cancelled_in_the_middle_of_a_transfer(victim: PeerId) -> None:
             assert [swap.answer for swap in (await task).values()] == [Answer.BROKEN]
         await pair.at_rest()
         assert len(asyncio.all_tasks()) == 1
+
+    run(scenario())
+
+
+def test_one_swap_at_a_time_with_a_partner_in_a_slot() -> None:
+    async def scenario() -> None:
+        pair = Pair()
+        a, b, c = [await pair.join(peer) for peer in "ABC"]
+        first = asyncio.create_task(a.swap(Slot(1), {"B": Offer(small(1.0))}, timeout_s=GRACE_S))
+        await asyncio.sleep(0.1)
+        with pytest.raises(ValueError, match="with B in round 1 is under way already"):
+            await a.swap(Slot(1), {"C": Offer(small(1.0)), "B": Offer(small(1.0))}, timeout_s=GRACE_S)
+        assert (await c.swap(Slot(1), {"A": Offer(small(2.0))}, timeout_s=GRACE_S))["A"].answer is (
+            Answer.PAIRED_ELSEWHERE
+        )
+        assert (await b.swap(Slot(1), {"A": Offer(small(2.0))}, timeout_s=GRACE_S))["A"].answer is Answer.ACCEPT
+        assert (await first)["B"].answer is Answer.ACCEPT
+
+    run(scenario())
+
+
+class DeadDaemon(PipeTransport):
+    """What dialling is like once our own p2pd has ended."""
+
+    async def dial(
+        self, peer: PeerId, protocol: str, *, timeout_s: float
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        raise DaemonError("p2pd has ended")
+
+
+@pytest.mark.parametrize("partner", ["A", "C"])
+def test_without_its_own_daemon_a_peer_reaches_nobody_and_goes_on(partner: PeerId) -> None:
+    async def scenario() -> None:
+        exchange = StreamExchange(DeadDaemon(PipeNetwork(), "B"), run="r", digest="d")
+        swap = (await exchange.swap(Slot(1), {partner: Offer(small(1.0))}, timeout_s=GRACE_S))[partner]
+        assert swap.answer is Answer.UNREACHABLE
+        assert "p2pd has ended" in swap.reason
+        assert swap.seconds < 1.0
 
     run(scenario())
 
