@@ -9,6 +9,7 @@ Every matrix here is symmetric and doubly stochastic with a positive diagonal, w
 
 import hashlib
 from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
 from itertools import count
 from typing import Literal, get_args
 
@@ -37,6 +38,9 @@ NAMES: tuple[str, ...] = get_args(TopologyName)
 _REACH = 32
 """In a matching pass a member may be paired with this many members on either side of it in hash order. All pairs
 are candidates up to 65 members; beyond, the cost stays linear in the number of members."""
+
+_CACHED = 8
+"""Graphs kept: a simulator asks for each once a worker."""
 
 _Hashes = NDArray[np.uint64]
 _Indices = NDArray[np.int64]
@@ -81,7 +85,7 @@ def candidates(name: str, *, round: int, members: Collection[str], me: str, seed
         return []
     taken = {mine, *_neighbours(name, ordered, mine, round=round, seed=seed, mix=mix)}
     if name == "2-peer":
-        order = _ring_order(ordered, round=round, seed=seed, mix=mix)
+        order = _ring_order(tuple(ordered), round, seed, mix)
         place = int(np.flatnonzero(order == mine)[0])
         n = len(ordered)
         outward = [int(order[(place + side * step) % n]) for step in range(1, n // 2 + 1) for side in (1, -1)]
@@ -127,11 +131,11 @@ def _neighbours(name: str, ordered: Sequence[str], mine: int, *, round: int, see
     if name == "all-to-all":
         return [index for index in range(n) if index != mine]
     if name == "1-peer":
-        partner = int(_matching(_hash_ids(ordered), lambda attempt: _key(name, seed, round, mix, attempt))[mine])
+        partner = int(_matched(tuple(ordered), round, seed, mix)[mine])
         return [] if partner < 0 else [partner]
     if name == "exponential":
         return _exponential_neighbours(n, mine, round + mix)
-    order = np.arange(n) if name == "ring" else _ring_order(ordered, round=round, seed=seed, mix=mix)
+    order = np.arange(n) if name == "ring" else _ring_order(tuple(ordered), round, seed, mix)
     place = int(np.flatnonzero(order == mine)[0])
     return sorted({int(order[place - 1]), int(order[(place + 1) % n])})
 
@@ -144,7 +148,13 @@ def _exponential_neighbours(n: int, mine: int, turn: int) -> list[int]:
     return [(mine + distance) % n, (mine - distance) % n]
 
 
-def _ring_order(ordered: Sequence[str], *, round: int, seed: int, mix: int) -> _Indices:
+@lru_cache(maxsize=_CACHED)
+def _matched(ordered: tuple[str, ...], round: int, seed: int, mix: int) -> _Indices:
+    return _matching(_hash_ids(ordered), lambda attempt: _key("1-peer", seed, round, mix, attempt))
+
+
+@lru_cache(maxsize=_CACHED)
+def _ring_order(ordered: tuple[str, ...], round: int, seed: int, mix: int) -> _Indices:
     tickets = _mix64(_hash_ids(ordered) ^ _key("2-peer", seed, round, mix, 0))
     return np.argsort(tickets, kind="stable")
 

@@ -40,10 +40,8 @@ class MemoryHub:
     def __init__(self, carry: Carry | None = None) -> None:
         self.carry = carry
         self.members: dict[PeerId, MemoryExchange] = {}
-
-    def others(self, me: PeerId) -> "list[MemoryExchange]":
-        """Every member but one."""
-        return [member for peer, member in self.members.items() if peer != me]
+        self.waiting: dict[PeerId, dict[tuple[MemoryExchange, Slot], None]] = {}
+        """Who waits for a peer, and in which slots."""
 
 
 class MemoryExchange:
@@ -86,6 +84,8 @@ class MemoryExchange:
             return {partner: Swap(Answer.REFUSED, f"nothing was sent: our own {unfit}") for partner in offers}
         waits = {partner: _Wait(offer, loop.create_future()) for partner, offer in offers.items()}
         self._waits.update({(slot, partner): wait for partner, wait in waits.items()})
+        for partner in waits:
+            self._hub.waiting.setdefault(partner, {})[self, slot] = None
         try:
             for partner in waits:
                 self._consider(slot, partner)
@@ -102,14 +102,13 @@ class MemoryExchange:
         finally:
             for partner in waits:
                 self._waits.pop((slot, partner), None)
+                self._hub.waiting[partner].pop((self, slot), None)
             await _stop([wait.transfer for wait in waits.values() if wait.transfer and not wait.outcome.done()])
 
     def _tell_others(self) -> None:
         """Has those that wait for us look again."""
-        for other in self._hub.others(self._me):
-            for slot, partner in list(other._waits):
-                if partner == self._me:
-                    other._consider(slot, partner)
+        for other, slot in list(self._hub.waiting.get(self._me, ())):
+            other._consider(slot, self._me)
 
     def _consider(self, slot: Slot, partner: PeerId) -> None:
         """Ends our wait for a partner if that can be decided now."""
