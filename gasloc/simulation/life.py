@@ -45,6 +45,7 @@ async def _run(worker: Worker, algorithm: Algorithm, running_s: float) -> bool:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     worker.state = State.AWAY
+    worker.end_waits(ConnectionError(f"{worker.peer} is gone"))
     world.compute.reset(worker.peer)
     return False
 
@@ -59,6 +60,7 @@ async def _work(worker: Worker, algorithm: Algorithm) -> None:
             worker.evaluate()
         await algorithm(worker)
         worker.state = State.FINISHED
+        worker.end_waits(None)
     finally:
         await exchange.close()
 
@@ -103,12 +105,31 @@ async def download(worker: Worker) -> int:
                 continue
             worker.rule.load(state)
             worker.round = round
+            if world.lockstep and not await _fall_in(worker, donor):
+                continue
             return size_bytes
         await asyncio.sleep(_RETRY_S)
     raise RunError(
         f"{worker.peer}: no worker that has the run's state was up for {_PATIENCE_S:.0f} s; "
         "give more workers, or a longer --mtbf"
     )
+
+
+async def _fall_in(worker: Worker, donor: Worker) -> bool:
+    """For algorithms that trade at every step: takes the donor's state as it begins its next one.
+
+    Returns whether that came about; not where the donor failed meanwhile.
+    """
+    if donor.state is State.TRAINING:
+        begun = donor.next_step()
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                await begun
+        except (TimeoutError, ConnectionError):
+            return False
+    worker.rule.load(donor.rule.state())
+    worker.round, worker.trainee.local_step = donor.round, donor.trainee.local_step
+    return True
 
 
 async def catch_up(worker: Worker) -> None:

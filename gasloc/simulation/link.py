@@ -32,7 +32,7 @@ class _Transfer:
     timer: asyncio.TimerHandle | None = None
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Side:
     """What crosses one direction of one link now, in order of its start."""
 
@@ -46,6 +46,7 @@ class Network:
         self._links = dict(links)
         self._up = {peer: _Side() for peer in links}
         self._down = {peer: _Side() for peer in links}
+        self._dirty: dict[_Side, None] = {}
         self.sent_bytes: dict[PeerId, float] = dict.fromkeys(links, 0.0)
         """Bytes whose transfer each worker began, whether or not they arrived."""
 
@@ -77,7 +78,7 @@ class Network:
         transfer = _Transfer(sender, receiver, size_bytes, loop.create_future(), since_s=loop.time())
         self._up[sender].transfers[transfer] = None
         self._down[receiver].transfers[transfer] = None
-        self._share_again(sender, receiver)
+        self._changed(sender, receiver)
         try:
             await transfer.done
         finally:
@@ -85,12 +86,20 @@ class Network:
                 transfer.timer.cancel()
             del self._up[sender].transfers[transfer]
             del self._down[receiver].transfers[transfer]
-            self._share_again(sender, receiver)
+            self._changed(sender, receiver)
         await asyncio.sleep(self.latency_s(sender, receiver))
 
-    def _share_again(self, sender: PeerId, receiver: PeerId) -> None:
-        """Sets anew the rates of what shares the sender's up side or the receiver's down side."""
-        touched = {**self._up[sender].transfers, **self._down[receiver].transfers}
+    def _changed(self, sender: PeerId, receiver: PeerId) -> None:
+        """Has the rates set anew, once for all that begins or ends at this moment."""
+        if not self._dirty:
+            asyncio.get_running_loop().call_soon(self._share_again)
+        self._dirty[self._up[sender]] = None
+        self._dirty[self._down[receiver]] = None
+
+    def _share_again(self) -> None:
+        """Sets anew the rates of what shares a side that changed."""
+        sides, self._dirty = self._dirty, {}
+        touched = {transfer: None for side in sides for transfer in side.transfers}
         loop = asyncio.get_running_loop()
         now_s = loop.time()
         for transfer in touched:
@@ -100,9 +109,9 @@ class Network:
                 self._links[transfer.sender].bandwidth / len(self._up[transfer.sender].transfers),
                 self._links[transfer.receiver].bandwidth / len(self._down[transfer.receiver].transfers),
             )
-            if transfer.timer is not None and rate == transfer.rate:
-                continue
             if transfer.timer is not None:
+                if rate == transfer.rate:
+                    continue
                 transfer.timer.cancel()
                 transfer.left_bytes = max(0.0, transfer.left_bytes - transfer.rate * (now_s - transfer.since_s))
             transfer.rate, transfer.since_s = rate, now_s

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gasloc import published
+from gasloc import baselines, published
 from gasloc.outer import MakeOptimizer, OuterStep
 from peers.exchange import Tensors
 
@@ -51,7 +51,7 @@ class Gasloc:
 
     def take(self, part: int, mix: Tensors) -> None:
         self._steps[part].step(mix)
-        _assign(self._parameters, self._anchors[part])
+        assign(self._parameters, self._anchors[part])
 
     def state(self) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}
@@ -63,9 +63,9 @@ class Gasloc:
     def load(self, state: Tensors) -> None:
         outer = {name.removeprefix("outer/"): t for name, t in state.items() if name.startswith("outer/")}
         for anchor, step in zip(self._anchors, self._steps, strict=True):
-            _assign(anchor, {name: state[f"anchor/{name}"] for name in anchor})
+            assign(anchor, {name: state[f"anchor/{name}"] for name in anchor})
             step.load_momentum({name: t for name, t in outer.items() if name.rpartition("/")[0] in anchor})
-            _assign(self._parameters, anchor)
+            assign(self._parameters, anchor)
 
 
 class Published:
@@ -87,9 +87,9 @@ class Published:
     def take(self, part: int, mix: Tensors) -> None:
         z = self.sent(part)
         previous = {name: self._previous[name] for name in z}
-        _assign(self._theta, published.step(mix, z, previous, self._gamma))
-        _assign(self._previous, z)
-        _assign(self._parameters, {name: self._theta[name] for name in z})
+        assign(self._theta, published.step(mix, z, previous, self._gamma))
+        assign(self._previous, z)
+        assign(self._parameters, {name: self._theta[name] for name in z})
 
     def state(self) -> dict[str, Tensor]:
         return {f"anchor/{name}": tensor.clone() for name, tensor in self._theta.items()} | {
@@ -97,9 +97,41 @@ class Published:
         }
 
     def load(self, state: Tensors) -> None:
-        _assign(self._theta, {name: state[f"anchor/{name}"] for name in self._theta})
-        _assign(self._previous, {name: state[f"previous/{name}"] for name in self._previous})
-        _assign(self._parameters, self._theta)
+        assign(self._theta, {name: state[f"anchor/{name}"] for name in self._theta})
+        assign(self._previous, {name: state[f"previous/{name}"] for name in self._previous})
+        assign(self._parameters, self._theta)
+
+
+class Noloco:
+    """NoLoCo's slow weights and momentum; see `gasloc.baselines`."""
+
+    def __init__(self, parameters: dict[str, Tensor], parts: Parts, lr: float, momentum: float) -> None:
+        self._parameters = parameters
+        self._lr = lr
+        self._momentum = momentum
+        self._states = [baselines.noloco_start({name: parameters[name] for name in part}) for part in parts]
+
+    def sent(self, part: int) -> dict[str, Tensor]:
+        state = self._states[part]
+        return baselines.noloco_travelling(state, {name: self._parameters[name] for name in state.slow})
+
+    def take(self, part: int, mix: Tensors) -> None:
+        state = baselines.noloco(self._states[part], mix, learning_rate=self._lr, momentum=self._momentum)
+        self._states[part] = state
+        assign(self._parameters, state.slow)
+
+    def state(self) -> dict[str, Tensor]:
+        result: dict[str, Tensor] = {}
+        for state in self._states:
+            result |= {f"anchor/{name}": tensor.clone() for name, tensor in state.slow.items()}
+            result |= {f"momentum/{name}": tensor.clone() for name, tensor in state.momentum.items()}
+        return result
+
+    def load(self, state: Tensors) -> None:
+        for held in self._states:
+            assign(held.slow, {name: state[f"anchor/{name}"] for name in held.slow})
+            assign(held.momentum, {name: state[f"momentum/{name}"] for name in held.momentum})
+            assign(self._parameters, held.slow)
 
 
 class Average:
@@ -113,16 +145,17 @@ class Average:
         return {name: self._parameters[name] for name in self._parts[part]}
 
     def take(self, part: int, mix: Tensors) -> None:
-        _assign(self._parameters, mix)
+        assign(self._parameters, mix)
 
     def state(self) -> dict[str, Tensor]:
         return {f"anchor/{name}": tensor.clone() for name, tensor in self._parameters.items()}
 
     def load(self, state: Tensors) -> None:
-        _assign(self._parameters, {name: state[f"anchor/{name}"] for name in self._parameters})
+        assign(self._parameters, {name: state[f"anchor/{name}"] for name in self._parameters})
 
 
 @torch.no_grad()
-def _assign(target: dict[str, Tensor], source: Tensors) -> None:
+def assign(target: dict[str, Tensor], source: Tensors) -> None:
+    """Copies values into tensors of the same names."""
     for name, tensor in source.items():
         target[name].copy_(tensor)

@@ -9,6 +9,7 @@ from torch import Tensor
 from gasloc.events import Event, Finished, RunStarted
 from gasloc.fragments import fragment
 from gasloc.inner import learning_rate
+from gasloc.outer import make_outer
 from gasloc.recipe import Recipe
 from gasloc.simulation import virtual_time
 from gasloc.simulation.algorithms import method_of, rule_of
@@ -17,9 +18,10 @@ from gasloc.simulation.conditions import Conditions
 from gasloc.simulation.life import live
 from gasloc.simulation.link import Network
 from gasloc.simulation.problem import Problem
+from gasloc.simulation.syncer import SYNCER, Syncer, options_of
 from gasloc.simulation.worker import Worker
 from gasloc.simulation.world import World
-from peers.exchange import PeerId
+from peers.exchange import PeerId, Tensors
 
 Listener = Callable[[PeerId, float, Event], None]
 """Called with the worker, the virtual time in seconds, and what happened."""
@@ -52,7 +54,10 @@ class Result:
 
 
 class Simulation:
-    """A simulation ready to run. Raises `RecipeError` or `UsageError` for what cannot be, before anything runs."""
+    """A simulation ready to run. A syncer has the best link of all workers.
+
+    Raises `RecipeError` or `UsageError` for what cannot be, before anything runs.
+    """
 
     def __init__(
         self,
@@ -71,7 +76,9 @@ class Simulation:
         self._parameters = sum(tensor.numel() for tensor in initial.values())
         self._algorithm = method.algorithm
         self._listen: Listener | None = None
-        network = Network(dict(zip(peers, (each.link for each in conditions), strict=True)))
+        links = {peer: each.link for peer, each in zip(peers, conditions, strict=True)}
+        links[SYNCER] = max(links.values(), key=lambda link: (link.bandwidth, -link.latency_s))
+        network = Network(links)
         self.world = World(
             recipe,
             problem,
@@ -80,11 +87,14 @@ class Simulation:
             parts,
             method.graph,
             staggered=variant.staggered,
+            lockstep=method.lockstep,
             pacing=variant.pacing,
         )
         for peer, each in zip(peers, conditions, strict=True):
-            rule = rule_of(recipe, self.world.compute.trainees[peer].parameters, parts)
+            rule = rule_of(recipe, self.world.compute, peer, parts)
             self.world.workers.append(Worker(peer, each, self.world, rule, self._emitter(peer)))
+        if recipe.topology == "syncer":
+            self.world.syncer = self._syncer(initial)
 
     def run(self, listen: Listener | None = None) -> Result:
         """Runs to the end, once; `listen` hears of every event.
@@ -99,6 +109,19 @@ class Simulation:
             seconds=seconds,
             sent_bytes=[round(self.world.network.sent_bytes[worker.peer]) for worker in workers],
             tokens=[worker.tokens for worker in workers],
+        )
+
+    def _syncer(self, initial: Tensors) -> Syncer:
+        world, recipe = self.world, self.recipe
+        return Syncer(
+            options_of(recipe, len(world.workers)),
+            recipe.syncer.merge,
+            initial,
+            world.parts,
+            make_outer(recipe.outer),
+            world.network,
+            learners=lambda: [worker.conditions.step_time_s for worker in world.training()],
+            wire_bytes=world.wire_bytes,
         )
 
     async def _all(self) -> float:

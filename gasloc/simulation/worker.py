@@ -74,6 +74,24 @@ class Worker:
         self.steps_of_round = world.recipe.local_steps
         self.traffic = Traffic()
         self._began_s = 0.0
+        self._waits: list[asyncio.Future[None]] = []
+
+    def next_step(self) -> asyncio.Future[None]:
+        """Done when this worker begins its next step, or ends; `ConnectionError` if it fails before."""
+        wait: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waits.append(wait)
+        return wait
+
+    def end_waits(self, error: Exception | None) -> None:
+        """Ends the waits for this worker's next step."""
+        waits, self._waits = self._waits, []
+        for wait in waits:
+            if wait.done():
+                continue
+            if error is None:
+                wait.set_result(None)
+            else:
+                wait.set_exception(error)
 
     @property
     def over(self) -> bool:
@@ -86,7 +104,9 @@ class Worker:
         self.traffic = Traffic()
         self.losses = []
         self._began_s = asyncio.get_running_loop().time()
-        self.trainee.round, self.trainee.local_step = self.round, 0
+        if not self.world.lockstep:
+            self.trainee.local_step = 0
+        self.trainee.round = self.round
         if self.world.pacing:
             paces = [worker.pace for worker in self.world.training()]
             most = MOST_STEPS * recipe.local_steps
@@ -103,8 +123,12 @@ class Worker:
         except asyncio.CancelledError:
             compute.drop(steps)
             raise
-        self.losses.append((count, compute.finish(steps)))
-        self.tokens += count * self.world.problem.tokens_per_step
+        self.count(count, compute.finish(steps))
+
+    def count(self, steps: int, loss: float) -> None:
+        """Counts steps that were taken, and their mean loss."""
+        self.losses.append((steps, loss))
+        self.tokens += steps * self.world.problem.tokens_per_step
 
     def end_round(self) -> None:
         """Reports the round, moves on to the next and evaluates where one is due."""

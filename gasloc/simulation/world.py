@@ -12,6 +12,7 @@ from peers.exchange import PeerId, Tensors
 from peers.memory_exchange import MemoryHub
 
 if TYPE_CHECKING:
+    from gasloc.simulation.syncer import Syncer
     from gasloc.simulation.worker import Worker
 
 _WIRE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -41,9 +42,13 @@ class World:
     """Who mixes with whom: a name of `gasloc.topology`."""
     staggered: bool = True
     """Each fragment at its own step of the round, or all at its end."""
+    lockstep: bool = False
+    """Workers trade at every step, so a newcomer has to begin a step with the others."""
     pacing: bool = False
     """Workers choose their local steps by `gasloc.pacing`."""
     workers: "list[Worker]" = field(default_factory=list)
+    syncer: "Syncer | None" = None
+    """Set where the recipe's topology is `syncer`."""
     hub: MemoryHub = field(init=False)
 
     def __post_init__(self) -> None:
@@ -69,6 +74,8 @@ class World:
 
     def untrained(self) -> bool:
         """Whether nobody has ended a round yet, so that a newcomer may start from the recipe's seed."""
+        if self.lockstep:
+            return all(worker.trainee.step == 0 for worker in self.workers)
         return all(worker.rounds_ended == 0 for worker in self.workers)
 
     def wire_bytes(self, tensors: Tensors) -> int:
