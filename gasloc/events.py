@@ -106,6 +106,17 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
+class Paced:
+    """The number of local steps a round changed."""
+
+    name: ClassVar[str] = "paced"
+    round: int
+    """The round that comes next."""
+    local_steps: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluation:
     """Loss on the held-out split."""
 
@@ -199,6 +210,7 @@ Event: TypeAlias = (
     | Joined
     | ExchangeStarted
     | Round
+    | Paced
     | Evaluation
     | CheckpointSaved
     | Warned

@@ -116,6 +116,8 @@ class Recipe(_Section):
     topology: Topology = "2-peer"
     local_steps: int = Field(15, ge=1, le=1_000_000)
     """Local AdamW steps a round (H)."""
+    pacing: bool = True
+    """Each peer chooses its local steps so that its round is as long as the others'; `local_steps` is the reference."""
     mixes: int = Field(1, ge=1, le=16)
     """Mixes a round, one after another, each with partners of its own (k)."""
     fragments: int = Field(1, ge=1, le=10_000)

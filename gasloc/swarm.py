@@ -39,12 +39,15 @@ MEMBERS_TIMEOUT_S = 15.0
 """How long a newcomer looks for a member's record, or waits for one that is about to train."""
 START_WAIT_S = 60.0
 """How long `wait_for` waits."""
+MOST_STEPS = 4
+"""A fast peer takes at most this many times the recipe's local steps in a round."""
 
 
 class Replica(Protocol):
     """What a swarm needs of an optimizer; `gasloc.GaslocOptimizer` is one."""
 
     round: int
+    local_steps: int
 
     def snapshot(self) -> tuple[int, dict[str, Tensor]]: ...
 
@@ -235,6 +238,8 @@ class Swarm:
         """
         self.publish(result)
         self.catch_up()
+        if self._replica is not None:
+            self._replica.local_steps, _ = self.pace(self._replica.local_steps)
 
     def publish(self, result: RoundResult, *, tokens: int = 0, loss: float | None = None) -> None:
         """Tells the others where we are after a round. Does not wait until they know.
@@ -258,6 +263,18 @@ class Swarm:
             partners=self._partners[:MAX_PARTNERS],
         )
         self._send_status()
+
+    def pace(self, previous: int) -> tuple[int, str]:
+        """How many local steps this peer takes in the coming round, and why; `previous` is what it took last.
+
+        See `gasloc.pacing`. The recipe's number where it says no to pacing, or where nobody waits for anybody.
+        """
+        reference = self.recipe.local_steps
+        if not self.recipe.pacing or self.recipe.topology in ("none", "syncer"):
+            return reference, f"the recipe's {reference} steps: it has no pacing"
+        statuses = [self._status, *(member.status for member in self._training().values())]
+        paces = [pacing.Pace(status.step_time_s, status.exchange_time_s) for status in statuses]
+        return pacing.local_steps(paces[0], paces, reference, MOST_STEPS * reference, previous=previous)
 
     def train(self) -> None:
         """Tells the others that the first local step comes now."""

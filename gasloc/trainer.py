@@ -19,6 +19,7 @@ from gasloc.events import (
     Event,
     ExchangeStarted,
     Finished,
+    Paced,
     Round,
     Stopped,
     Warned,
@@ -143,7 +144,10 @@ class Trainer:
             context_length=recipe.model.context_length,
         )
         # from round and local step, not from our own count: after a jump the rate is the swarm's
-        reference_step = optimizer.round * recipe.local_steps + min(optimizer.local_step, recipe.local_steps - 1)
+        share = min(optimizer.local_step / optimizer.local_steps, 1.0)
+        reference_step = optimizer.round * recipe.local_steps + min(
+            int(share * recipe.local_steps + 0.5), recipe.local_steps - 1
+        )
         self._rate = inner.learning_rate(reference_step, recipe.inner, recipe.total_steps)
         inner.set_learning_rate(optimizer, self._rate)
         with inner.autocast(self._device):
@@ -195,6 +199,7 @@ class Trainer:
         if self._swarm is not None and not self._stop.is_set():
             self._swarm.publish(result, tokens=self.tokens, loss=loss)
             self._catch_up(self._swarm)
+            self._pace(self._swarm)
         self._evaluate_if_due()
         self._round_started = time.monotonic()
 
@@ -209,6 +214,12 @@ class Trainer:
             return
         if entry is not None:
             self._emit(Warned(f"took the swarm's state at round {entry.round}: {entry.reason}"))
+
+    def _pace(self, swarm: "Swarm") -> None:
+        steps, reason = swarm.pace(self.optimizer.local_steps)
+        if steps != self.optimizer.local_steps:
+            self.optimizer.local_steps = steps
+            self._emit(Paced(round=self.optimizer.round, local_steps=steps, reason=reason))
 
     def _evaluate_if_due(self) -> None:
         """At the start of a round; a stop puts it off until the run is resumed."""
