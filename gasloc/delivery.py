@@ -1,14 +1,25 @@
 """Reports and merged fragments as they travel between a learner and its syncer: parcels of `peers.courier`."""
 
 import asyncio
+import concurrent.futures
 import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
+from gasloc.errors import RunError
 from gasloc.learner import Delivery, Report
 from peers.courier import Courier, Parcel
 from peers.donor import Meta
-from peers.errors import ProtocolError, RefusedError
+from peers.errors import BehindError, PeersError, ProtocolError, RefusedError
 from peers.exchange import PeerId, layout_of
+from peers.thread import NetworkThread
+
+PATIENCE_S = 120.0
+"""How long a learner's report may wait for its merge."""
+_LOOK_S = 0.05
 
 
 @dataclass(slots=True)
@@ -99,3 +110,59 @@ async def deliver(
         bytes_sent=answered.bytes_sent,
         bytes_received=answered.bytes_received,
     )
+
+
+class Reporter:
+    """Sends a learner's reports through the network thread: the part of `SyncerLink` that `Swarm` hands on."""
+
+    def __init__(
+        self,
+        thread: NetworkThread,
+        courier: Callable[[], Courier],
+        syncer: Callable[[], PeerId],
+        stop: threading.Event,
+        *,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """`syncer` tells who it is now, and raises `PeersError` where there is none; on the network thread."""
+        self._thread = thread
+        self._courier = courier
+        self._syncer = syncer
+        self._stop = stop
+        self._patience_s = patience_s
+        self._sync_time = SyncTime()
+        self._behind: str | None = None
+
+    def send(self, report: Report) -> "Future[Delivery]":
+        """Sends a report and returns at once; see `SyncerLink.send`."""
+        merge: Future[Delivery] = Future()
+        self._thread.spawn(self._deliver(report, merge))
+        return merge
+
+    def await_merges(self, merges: "Sequence[Future[Delivery]]", *, timeout_s: float) -> None:
+        """Blocks until all are done, the time is over, or this peer is told to stop."""
+        deadline = time.monotonic() + timeout_s
+        while not self._stop.is_set():
+            left_s = deadline - time.monotonic()
+            if not concurrent.futures.wait(merges, timeout=max(min(left_s, _LOOK_S), 0.0)).not_done or left_s <= 0:
+                return
+
+    def take_behind(self) -> str | None:
+        """Why the syncer refused a report as too old since this was last asked; None where it did not."""
+        behind, self._behind = self._behind, None
+        return behind
+
+    async def _deliver(self, report: Report, merge: "Future[Delivery]") -> None:
+        """Ends the future whatever happens. A syncer that is away is no fault to log."""
+        try:
+            syncer = self._syncer()
+            delivery = await deliver(self._courier(), syncer, report, self._sync_time, patience_s=self._patience_s)
+        except PeersError as error:
+            if isinstance(error, BehindError):
+                self._behind = str(error)
+            merge.set_exception(error)
+        except BaseException as error:  # the thread closes, or something of ours crashed
+            merge.set_exception(RunError(f"the report was given up: {type(error).__name__}"))
+            raise
+        else:
+            merge.set_result(delivery)
