@@ -9,6 +9,7 @@ with Swarm.join(PeerOptions(identity_path=Path("me.key"), initial_peers=("/ip4/.
 import concurrent.futures
 import contextlib
 import json
+import math
 import secrets
 import threading
 import time
@@ -241,22 +242,28 @@ class Swarm:
         if self._replica is not None:
             self._replica.local_steps, _ = self.pace(self._replica.local_steps)
 
-    def publish(self, result: RoundResult, *, tokens: int = 0, loss: float | None = None) -> None:
+    def publish(
+        self, result: RoundResult, *, tokens: int = 0, loss: float | None = None, seconds: float | None = None
+    ) -> None:
         """Tells the others where we are after a round. Does not wait until they know.
 
+        `seconds`: what the round took, exchange and all; None: since the last call, so that whatever else the
+        training thread does between rounds counts as local steps.
         Raises what publishing the round before raised, such as `DaemonError` when p2pd has ended.
         """
         now = time.monotonic()
-        step_s = max(now - self._round_started - result.exchange_s, 0.0) / result.local_steps
+        took_s = now - self._round_started if seconds is None else seconds
+        step_s = max(took_s - result.exchange_s, 0.0) / result.local_steps
         self._round_started = now
-        transfer_s = max((swap.seconds for swap in result.swaps.values()), default=0.0)
+        # of transfers alone: the wait for a late partner must not make us look slow ourselves
+        transfers_s = [swap.seconds for swap in result.swaps.values() if swap.answer is Answer.ACCEPT]
         if result.partners:
             self._partners = result.partners
         self._status = Status(
             round=result.next_round,
             state=MemberState.TRAINING,
             step_time_s=pacing.smooth(self._status.step_time_s, step_s),
-            exchange_time_s=pacing.smooth(self._status.exchange_time_s, transfer_s),
+            exchange_time_s=pacing.smooth(self._status.exchange_time_s, max(transfers_s, default=math.nan)),
             tokens=tokens,
             local_steps=result.local_steps,
             loss=loss,

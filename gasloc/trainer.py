@@ -197,7 +197,7 @@ class Trainer:
             )
         )
         if self._swarm is not None and not self._stop.is_set():
-            self._swarm.publish(result, tokens=self.tokens, loss=loss)
+            self._swarm.publish(result, tokens=self.tokens, loss=loss, seconds=seconds)
             self._catch_up(self._swarm)
             self._pace(self._swarm)
         self._evaluate_if_due()

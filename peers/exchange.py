@@ -89,6 +89,7 @@ class Swap:
     bytes_sent: int = 0
     bytes_received: int = 0
     seconds: float = 0.0
+    """Of the transfer, without the wait for the partner; of the wait, where no transfer began."""
 
 
 class Exchange(Protocol):

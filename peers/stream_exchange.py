@@ -161,6 +161,7 @@ class StreamExchange:
             self._rendezvous.forget(wait)
         if isinstance(met, Swap):
             return replace(met, seconds=loop.time() - started)
+        started = loop.time()
         try:
             swap = await self._trade(met, wait, offer, body)
         finally:

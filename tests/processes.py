@@ -27,7 +27,16 @@ SOCKETS = Path("/tmp")
 class GaslocProcess:
     """One `python -m gasloc ...`; its standard output is read as events where it is JSON."""
 
-    def __init__(self, arguments: Sequence[str], *, environment: dict[str, str], cwd: Path) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        environment: dict[str, str],
+        cwd: Path,
+        fellows: "list[GaslocProcess]",
+    ) -> None:
+        self.arguments = arguments
+        self.fellows = fellows
         variables = {name: value for name, value in os.environ.items() if not name.startswith("GASLOC_")}
         self.events: list[Record] = []
         self.output: list[str] = []
@@ -93,6 +102,19 @@ class GaslocProcess:
             if stream is not None:
                 stream.close()
 
+    def describe(self) -> str:
+        """How far it is, for a failing test; and its fellows."""
+        return "\n".join(
+            f"{' '.join(other.arguments)}: code {other.code()}, "
+            f"{[(record['event'], record.get('message')) for record in other.events[-6:]]}, "
+            f"errors {other.errors[-3:]}"
+            for other in self.fellows
+        )
+
+    def code(self) -> int | None:
+        """Its exit code; None while it runs."""
+        return self._process.poll()
+
     def _first(self, name: str, where: Callable[[Record], bool]) -> Record | None:
         return next((record for record in self.events if record["event"] == name and where(record)), None)
 
@@ -107,7 +129,7 @@ class GaslocProcess:
                 ended = self._process.poll() is not None and not self._readers[0].is_alive()
                 if left <= 0 or ended:
                     when = "before it ended" if ended else f"within {timeout_s} s"
-                    pytest.fail(f"no {what} {when}; last output {self.output[-5:]}, errors {self.errors[-5:]}")
+                    pytest.fail(f"no {what} {when}; {self.describe()}", pytrace=True)
                 self._changed.wait(min(left, 0.5))
 
     def _read_output(self) -> None:
@@ -135,7 +157,10 @@ class ProcessPool:
     def gasloc(self, *arguments: str | Path, environment: dict[str, str] | None = None) -> GaslocProcess:
         """Starts `gasloc` with these arguments."""
         process = GaslocProcess(
-            [str(argument) for argument in arguments], environment=environment or {}, cwd=self.folder
+            [str(argument) for argument in arguments],
+            environment=environment or {},
+            cwd=self.folder,
+            fellows=self._started,
         )
         self._started.append(process)
         return process
