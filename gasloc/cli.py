@@ -10,7 +10,7 @@ import typer
 from typer.exceptions import TyperException
 
 from gasloc import environment
-from gasloc.commands import join, launch, recipe, start, status, version
+from gasloc.commands import join, launch, recipe, start, status, syncer, version
 from gasloc.errors import GaslocError, UsageError
 from peers.errors import AddressError, IdentityError, PeersError
 
@@ -24,6 +24,7 @@ app = typer.Typer(
 )
 app.command("start")(start.start)
 app.command("join")(join.join)
+app.command("syncer")(syncer.syncer)
 app.command("launch")(launch.launch)
 app.command("status")(status.status)
 app.command("version")(version.version)

@@ -25,8 +25,12 @@ def decide(mine: int, others: Collection[Status], *, first: bool, stale_rounds: 
 
     `mine`: the round of our own checkpoint, 0 without one. `others`: what the other members of the run
     publish. `first`: we begin the run, or bring it back, so it is right that nobody is there. Never `INITIAL`
-    where anybody has ended a round, so that nobody's training is silently lost.
+    where anybody has ended a round, so that nobody's training is silently lost. Where there is a syncer, always
+    `DONOR`: it has the newest state.
     """
+    merging = [other.round for other in others if other.state is MemberState.MERGING]
+    if merging:
+        return Source.DONOR, f"the syncer is at round {max(merging)}"
     training = [other.round for other in others if other.state in (MemberState.TRAINING, MemberState.WAITING)]
     if mine > 0:
         stale, reason = rounds.is_stale(mine, training, stale_rounds)

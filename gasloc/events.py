@@ -193,6 +193,8 @@ class Merge:
     """Whose fragments went in."""
     shares: tuple[float, ...]
     """Each one's share; they sum to 1."""
+    tokens: float
+    """Trained on for this merge, by all of them."""
     live: int
     """Learners that were here at the time."""
     waited_s: float

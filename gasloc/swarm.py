@@ -13,7 +13,7 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
@@ -21,11 +21,14 @@ from typing import Any, Protocol, Self, TypeVar
 from torch import Tensor
 
 from gasloc import entry, pacing, rounds
+from gasloc.delivery import Reporter
 from gasloc.entry import Source
 from gasloc.errors import GaslocError, RunError
+from gasloc.learner import Delivery, Report
 from gasloc.optimizer import RoundResult
 from gasloc.recipe import Recipe, parse
 from peers.donor import Snapshot
+from peers.errors import UnreachableError
 from peers.exchange import Answer, Offer, PeerId, Slot, Swap, Tensors
 from peers.membership import Member, MemberState, Status
 from peers.node import Peer, PeerOptions, RunCard
@@ -42,6 +45,8 @@ START_WAIT_S = 60.0
 """How long `wait_for` waits."""
 MOST_STEPS = 4
 """A fast peer takes at most this many times the recipe's local steps in a round."""
+
+_SILENT = frozenset({Answer.UNREACHABLE, Answer.TIMEOUT, Answer.BROKEN})
 
 
 class Replica(Protocol):
@@ -69,7 +74,7 @@ class Entry:
 
 
 class Swarm:
-    """One peer's place in a run; the `Network` of a `GaslocOptimizer`.
+    """One peer's place in a run; the `Network` of a `GaslocOptimizer`, and a learner's `SyncerLink`.
 
     Every call is made from the training thread and blocks it. When `stop` is set, a call that waits gives up at
     once: `swap` answers `stopped`, the others raise `concurrent.futures.CancelledError`.
@@ -98,6 +103,7 @@ class Swarm:
         """The rounds that partners answered last."""
         self._partners: tuple[PeerId, ...] = ()
         self._status = Status(round=0, state=MemberState.JOINING)
+        self._reporter = Reporter(thread, lambda: peer.courier, self._syncer, stop)
 
     @classmethod
     def start(
@@ -216,7 +222,8 @@ class Swarm:
     def swap(self, slot: Slot, offers: Mapping[PeerId, Offer], *, timeout_s: float) -> dict[PeerId, Swap]:
         """Trades with every partner at once; see `peers.exchange.Exchange.swap`.
 
-        A partner that could not be reached is set aside until it publishes a newer record.
+        A partner that could not be reached, froze or broke off is set aside until it publishes a newer record;
+        one that is merely behind is not.
         """
         if self.on_exchange is not None:
             self.on_exchange(slot, tuple(sorted(offers)))
@@ -225,12 +232,20 @@ class Swarm:
         except concurrent.futures.CancelledError:
             return {peer: Swap(Answer.STOPPED, "this peer was told to stop") for peer in offers}
         for peer, swap in swaps.items():
-            if swap.answer is Answer.UNREACHABLE:
+            if swap.answer in _SILENT:
                 self._peer.membership.set_aside(peer, swap.reason)
             if swap.their_round is not None:
                 # fresher than its record, which we look at once a second
                 self._heard[peer] = swap.their_round
         return swaps
+
+    def send(self, report: Report) -> "concurrent.futures.Future[Delivery]":
+        """Sends a learner's fragment to the run's syncer; see `gasloc.learner.SyncerLink`."""
+        return self._reporter.send(report)
+
+    def await_merges(self, merges: "Sequence[concurrent.futures.Future[Delivery]]", *, timeout_s: float) -> None:
+        """Blocks until all are done, the time is over, or `stop` is set."""
+        self._reporter.await_merges(merges, timeout_s=timeout_s)
 
     def report(self, result: RoundResult) -> None:
         """Publishes the round that comes next, and takes the swarm's state where ours fell too far behind.
@@ -292,12 +307,17 @@ class Swarm:
     def catch_up(self) -> Entry | None:
         """Downloads the swarm's state if the others are more than `stale_rounds` ahead; None if they are not.
 
+        A learner also does where the syncer refused its report as too old.
+
         Raises `NoDonorError` where nobody could give it; the replica is unchanged then.
         """
         replica = self._replica
         assert replica is not None, "enter comes first"
         stale, reason = rounds.is_stale(replica.round, self.others_rounds(), self.recipe.stale_rounds)
-        if not stale:
+        refused = self._reporter.take_behind()
+        if refused is not None:
+            reason = refused
+        elif not stale:
             return None
         started = time.monotonic()
         size_bytes = self._download(replica)
@@ -324,6 +344,13 @@ class Swarm:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _syncer(self) -> PeerId:
+        """The run's syncer; on the network thread."""
+        syncers = [peer for peer, member in self.others().items() if member.status.state is MemberState.MERGING]
+        if not syncers:
+            raise UnreachableError("no syncer is seen in the run")
+        return min(syncers)
 
     def _training(self) -> dict[PeerId, Member]:
         return {

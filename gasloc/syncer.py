@@ -47,6 +47,8 @@ class Merged:
     learners: tuple[PeerId, ...]
     shares: Mapping[PeerId, float]
     """Each learner's share of the merge; they sum to 1."""
+    tokens: float
+    """Trained on for it, by all of them."""
     live: int
     """Learners of the run at the time (M)."""
     waited_s: float
@@ -328,6 +330,7 @@ class Syncer:
                 round=self.round,
                 learners=tuple(phis),
                 shares={learner: weight / total for learner, weight in weights.items()},
+                tokens=math.fsum(arrival.tokens for arrival in arrivals),
                 live=options.learners,
                 waited_s=began_s - min(arrival.at_s for arrival in arrivals),
                 merge_s=self._now() - began_s,

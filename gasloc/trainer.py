@@ -86,6 +86,8 @@ class Trainer:
             seed=recipe.seed,
             outer=make_outer(recipe.outer),
             grace_s=recipe.exchange.grace_s,
+            overlap_steps=recipe.syncer.overlap_steps,
+            step_tokens=recipe.inner.batch_size * recipe.model.context_length,
             on_round=self._end_round,
         )
         self._held_out = sampler.evaluation_batches(
@@ -200,6 +202,8 @@ class Trainer:
             self._swarm.publish(result, tokens=self.tokens, loss=loss, seconds=seconds)
             self._catch_up(self._swarm)
             self._pace(self._swarm)
+        if self.optimizer.round >= self.recipe.rounds:
+            self.optimizer.settle(self.recipe.exchange.grace_s)
         self._evaluate_if_due()
         self._round_started = time.monotonic()
 

@@ -15,6 +15,7 @@ from gasloc.events import (
     Finished,
     Joined,
     Listening,
+    Merge,
     Round,
     RunStarted,
     Stopped,
@@ -56,6 +57,9 @@ def describe(event: Event) -> str | None:
             return f"in the swarm: {event.members} members, starting at round {event.round} ({event.reason}{got})"
         case Round():
             return _describe_round(event)
+        case Merge():
+            learners = ", ".join(short(peer) for peer in event.learners)
+            return f"merged fragment {event.fragment} of round {event.round}, version {event.version}, from {learners}"
         case Evaluation():
             return f"after {event.round} rounds: validation loss {event.validation_loss:.4f} nats per token"
         case Warned():
@@ -136,6 +140,7 @@ class LiveView:
         self._live = Live(console=console, refresh_per_second=4, transient=True)
         self._rounds = 0
         self._round: Round | None = None
+        self._merge: Merge | None = None
         self._validation: float | None = None
         self._sent = self._received = 0
         self._pace_s: float | None = None
@@ -153,12 +158,14 @@ class LiveView:
                 self._rounds = event.rounds
             case Round():
                 self._take_round(event)
+            case Merge():
+                self._merge = event
             case Evaluation():
                 self._validation = event.validation_loss
             case CheckpointSaved():
                 return
         line = describe(event)
-        if line is not None and not isinstance(event, Round):
+        if line is not None and not isinstance(event, Round | Merge):
             self._console.print(Text(line))
         if isinstance(event, RunStarted) and not self._shown:
             self._shown = True
@@ -184,6 +191,11 @@ class LiveView:
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))
         last = self._round
+        if self._merge is not None:
+            merge = self._merge
+            table.add_row(f"round {merge.round}/{self._rounds}", f"{merge.live} learners")
+            table.add_row(f"fragment {merge.fragment}, version {merge.version}", merge.reason)
+            return table
         if last is None:
             table.add_row("round 0", "the first steps ...")
             return table

@@ -59,6 +59,8 @@ def start(options: WorkerOptions, make_recipe: Callable[[Recipe | None], Recipe]
         stored = folder.read_card()
         recipe = make_recipe(parse(json.loads(stored.document)) if stored else None)
         check_live(recipe)
+        if recipe.topology == "syncer":
+            raise UsageError("recipe: topology = 'syncer': its syncer begins the run, with 'gasloc syncer'")
         return Swarm.start(recipe, _peer_options(options, folder), run=stored.run if stored else None, stop=stop)
 
     return _run(options, open_swarm)
@@ -83,7 +85,7 @@ def join(options: WorkerOptions) -> int:
 
 def check_live(recipe: Recipe) -> None:
     """Raises `UsageError` for what the recipe asks for and real peers do not do; it is never ignored."""
-    if recipe.topology in SIMULATED_ONLY or recipe.topology == "syncer":
+    if recipe.topology in SIMULATED_ONLY:
         raise UsageError(f"recipe: topology = '{recipe.topology}': real peers do not run it; choose another topology")
     if recipe.outer.rule != "gasloc":
         raise UsageError(f"recipe: outer.rule = '{recipe.outer.rule}': real peers do 'gasloc' only")
@@ -92,8 +94,8 @@ def check_live(recipe: Recipe) -> None:
 def _run(options: WorkerOptions, open_swarm: Callable[[RunFolder, threading.Event], Swarm]) -> int:
     with Stop() as stop, contextlib.closing(RunFolder(options.folder)) as folder:
         if options.stop_on_eof:
-            threading.Thread(target=_stop_at_eof, args=(stop,), daemon=True, name="stdin").start()
-        with _reporting(options, folder) as events:
+            threading.Thread(target=stop_at_eof, args=(stop,), daemon=True, name="stdin").start()
+        with reporting(folder, as_json=options.json) as events:
             try:
                 _train(options, folder, events, stop, open_swarm)
             except concurrent.futures.CancelledError:
@@ -184,11 +186,11 @@ def _keep_peers(folder: RunFolder, options: WorkerOptions, swarm: Swarm) -> None
 
 
 @contextlib.contextmanager
-def _reporting(options: WorkerOptions, folder: RunFolder) -> Iterator[EventLog]:
+def reporting(folder: RunFolder, *, as_json: bool) -> Iterator[EventLog]:
     """The event log, with whoever watches it."""
-    events = EventLog(folder.events_path, echo=sys.stdout if options.json else None)
+    events = EventLog(folder.events_path, echo=sys.stdout if as_json else None)
     view: LiveView | PlainView | None = None
-    if not options.json:
+    if not as_json:
         view = LiveView(Console()) if sys.stdout.isatty() else PlainView(typer.echo)
         events.listen(view.show)
     try:
@@ -209,7 +211,7 @@ def _peer_options(options: WorkerOptions, folder: RunFolder) -> PeerOptions:
     )
 
 
-def _stop_at_eof(stop: Stop) -> None:
+def stop_at_eof(stop: Stop) -> None:
     """Stops in good order when standard input ends: whoever started us is gone."""
     # not through sys.stdin: a thread that sits in its buffer cannot be left behind when Python ends
     with contextlib.suppress(OSError):

@@ -1,0 +1,66 @@
+"""`gasloc syncer`: begin a run of Decoupled DiLoCo, or bring its syncer back."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from gasloc.commands import options
+from gasloc.commands.choices import announced, choose_recipe
+from gasloc.run_folder import default_path
+
+if TYPE_CHECKING:
+    from gasloc.recipe import Recipe
+
+
+def syncer(
+    dir: options.Dir = None,
+    recipe: options.RecipeName = None,
+    rounds: options.Rounds = None,
+    local_steps: options.LocalSteps = None,
+    seed: options.Seed = None,
+    port: options.Port = 0,
+    host: options.Host = "0.0.0.0",
+    public_ip: options.PublicIp = None,
+    announce_maddr: options.AnnounceMaddr = None,
+    identity: options.Identity = None,
+    peers: options.Peers = None,
+    threads: options.Threads = 0,
+    json: options.Json = False,
+    stop_on_eof: options.StopOnEof = False,
+) -> int:
+    """Merge what learners send, without an accelerator, and print the command with which they join.
+
+    In a used --dir the syncer comes back from its checkpoint, at the same address.
+    """
+    changes: dict[str, object] = {
+        "rounds": rounds,
+        "local_steps": local_steps,
+        "topology": "syncer",
+        "seed": seed,
+    }
+    announce = announced(public_ip, announce_maddr)
+    options.check_ip("--host", host)
+
+    def make_recipe(stored: Recipe | None) -> Recipe:
+        return choose_recipe(recipe, changes, stored)
+
+    if dir is None:
+        make_recipe(None)  # what is wrong with it is said before torch is loaded and a folder made
+
+    from gasloc import syncer_peer
+
+    return syncer_peer.run(
+        syncer_peer.SyncerPeerOptions(
+            folder=dir or default_path(time.time()),
+            host=host,
+            port=port,
+            announce=announce,
+            identity=identity,
+            initial_peers=options.split_addresses(peers),
+            threads=threads,
+            json=json,
+            stop_on_eof=stop_on_eof,
+        ),
+        make_recipe,
+    )
