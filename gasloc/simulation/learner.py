@@ -139,17 +139,20 @@ class _Learner:
         self._news.set()
 
     async def _wait(self) -> None:
-        """Until everything reported is merged and applied, for at most the recipe's grace."""
-        loop = asyncio.get_running_loop()
+        """Until everything reported is merged and applied, or nothing has moved for the recipe's grace."""
+        worker, loop = self._worker, asyncio.get_running_loop()
         began_s = loop.time()
-        try:
-            async with asyncio.timeout(self._worker.world.recipe.exchange.grace_s):
-                while self._sent:
+        while self._sent:
+            try:
+                async with asyncio.timeout(worker.world.recipe.exchange.grace_s):
                     await self._news.wait()
-                    await self._apply()
-        except TimeoutError:
-            self._worker.traffic.failures["the syncer did not merge in time"] = None
-        self._worker.traffic.exchange_s += loop.time() - began_s
+            except TimeoutError:
+                if worker.world.network.busy(worker.peer):
+                    continue
+                worker.traffic.failures["the syncer did not merge in time"] = None
+                break
+            await self._apply()
+        worker.traffic.exchange_s += loop.time() - began_s
 
     async def _apply(self) -> None:
         """Applies what has come; takes a donor's state where the syncer found ours too old."""

@@ -54,6 +54,10 @@ class Network:
         """Transfers that leave a worker now."""
         return len(self._up[peer].transfers)
 
+    def busy(self, peer: PeerId) -> bool:
+        """Whether anything crosses a worker's link now."""
+        return bool(self._up[peer].transfers or self._down[peer].transfers)
+
     def cut(self, peer: PeerId) -> None:
         """Breaks every transfer from or to a worker: `ConnectionError` for those who wait for them."""
         for transfer in [*self._up[peer].transfers, *self._down[peer].transfers]:

@@ -63,7 +63,7 @@ class Worker:
         self.trainee = world.compute.trainees[peer]
         self.exchange: Exchange
         """Set for as long as the worker is up."""
-        self.state = State.AWAY
+        self._state = State.AWAY
         self.round = 0
         self.rounds_ended = 0
         """In all, over failures."""
@@ -75,6 +75,16 @@ class Worker:
         self.traffic = Traffic()
         self._began_s = 0.0
         self._waits: list[asyncio.Future[None]] = []
+
+    @property
+    def state(self) -> State:
+        """Where the worker stands."""
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._state = state
+        self.world.states_changed()
 
     def next_step(self) -> asyncio.Future[None]:
         """Done when this worker begins its next step, or ends; `ConnectionError` if it fails before."""

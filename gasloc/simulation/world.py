@@ -50,13 +50,20 @@ class World:
     syncer: "Syncer | None" = None
     """Set where the recipe's topology is `syncer`."""
     hub: MemoryHub = field(init=False)
+    _training: "list[Worker] | None" = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.hub = MemoryHub(self.carry)
 
     def training(self) -> "list[Worker]":
-        """The workers in training."""
-        return [worker for worker in self.workers if worker.state is State.TRAINING]
+        """The workers in training. Not to be changed."""
+        if self._training is None:
+            self._training = [worker for worker in self.workers if worker.state is State.TRAINING]
+        return self._training
+
+    def states_changed(self) -> None:
+        """To be told whenever a worker's state changes."""
+        self._training = None
 
     def members(self, me: "Worker") -> list[PeerId]:
         """Those that may be paired with a worker in its round, itself included; as `gasloc.swarm.Swarm.members`."""
