@@ -24,6 +24,7 @@ def tiny_recipe(**changes: Any) -> Recipe:
         "rounds": 5,
         "local_steps": 3,
         "topology": "all-to-all",
+        "pacing": False,
         "model": {
             "vocabulary_size": 32,
             "dim": 8,

@@ -30,6 +30,15 @@ def test_sleeps_take_no_real_time_and_wake_in_order() -> None:
     assert woken == [("early", 1.0), ("middle", 5e5), ("late", 3e6)]
 
 
+def test_years_of_virtual_time_go_by_and_timers_still_fire() -> None:
+    async def main() -> float:
+        await asyncio.sleep(1e9)
+        await asyncio.sleep(0.25)
+        return now()
+
+    assert run(main()) == pytest.approx(1e9 + 0.25, abs=1e-3)
+
+
 def test_a_deadlock_is_told() -> None:
     async def main() -> None:
         await asyncio.Event().wait()

@@ -42,8 +42,11 @@ def simulate(
         typer.Option("--graph", envvar="GASLOC_GRAPH", help="Graph of dadam and local-dadam: ring, exponential, ..."),
     ] = None,
     pacing: Annotated[
-        bool, typer.Option("--pacing", envvar="GASLOC_PACING", help="Slow workers take fewer local steps a round.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--pacing/--no-pacing", envvar="GASLOC_PACING", help="Whether slow workers take fewer local steps a round."
+        ),
+    ] = None,
     step_time: Annotated[
         str, typer.Option("--step-time", envvar="GASLOC_STEP_TIME", help=f"Seconds of a local step. {_EACH}")
     ] = "1",
@@ -74,6 +77,7 @@ def simulate(
         "seed": seed,
         "mixes": mixes,
         "fragments": fragments,
+        "pacing": pacing,
     }
     chosen = _recipe(recipe, changes, quorum)
     from gasloc.simulation.conditions import conditions_of, numbers
@@ -101,7 +105,7 @@ def simulate(
         chosen,
         DecoderProblem(chosen, corpus.load(data or chosen.data)),
         conditions,
-        variant=Variant(pacing=pacing, graph=graph),
+        variant=Variant(graph=graph),
     )
     folder = dir or default_path(time.time())
     record = Record(folder, workers, echo=_echo_json if json else _echo_plain)

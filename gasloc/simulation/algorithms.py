@@ -23,6 +23,8 @@ class Method:
     graph: str
     lockstep: bool = False
     """Workers trade at every step."""
+    paced: bool = False
+    """Workers choose their local steps by `gasloc.pacing`, where the recipe says so."""
 
 
 def method_of(recipe: Recipe, graph: str | None) -> Method:
@@ -43,11 +45,11 @@ def method_of(recipe: Recipe, graph: str | None) -> Method:
         case "dadam":
             return Method(dadam, graph or "ring", lockstep=True)
         case "local-dadam":
-            return Method(gossip, graph or "ring")
+            return Method(gossip, graph or "ring", paced=True)
         case "noloco":
-            return Method(gossip, "1-peer")
+            return Method(gossip, "1-peer", paced=True)
         case _:
-            return Method(gossip, name)
+            return Method(gossip, name, paced=name != "none")
 
 
 def _check(recipe: Recipe, graph: str | None) -> None:

@@ -23,7 +23,7 @@ class Conditions:
     mtbf_s: float = math.inf
     """Mean time between failures, seconds of running; exponential."""
     mttr_s: float = 60.0
-    """Mean time to repair, seconds; exponential."""
+    """Mean time to repair, seconds; exponential. Infinite: the first failure is for good."""
     join_s: float = 0.0
     """When it starts, seconds."""
 

@@ -1,6 +1,7 @@
 """A simulated worker from its start to its end: it joins, fails, is repaired, and takes the run's state anew."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 
 from gasloc import rounds
@@ -17,8 +18,8 @@ _RETRY_S = 1.0
 _PATIENCE_S = 3600.0
 
 
-async def live(worker: Worker, algorithm: Algorithm, seed: int, number: int) -> None:
-    """Runs a worker to the end of the recipe, through failures drawn from its conditions.
+async def live(worker: Worker, algorithm: Algorithm, seed: int, number: int) -> bool:
+    """Runs a worker to the end of the recipe, through failures drawn from its conditions; False if it never gets there.
 
     A failure loses the worker's whole state: parameters, AdamW moments, outer state. After the repair it takes a
     donor's state, as a newcomer does. Raises `RunError` where nobody is left who has the state, and what
@@ -28,9 +29,13 @@ async def live(worker: Worker, algorithm: Algorithm, seed: int, number: int) -> 
     await asyncio.sleep(conditions.join_s)
     for running_s, repair_s in conditions.lives(seed, number):
         if await _run(worker, algorithm, running_s):
-            return
+            return True
+        if math.isinf(repair_s):
+            worker.emit(Warned(f"failed in round {worker.round}, for good"))
+            return False
         worker.emit(Warned(f"failed in round {worker.round}; repaired in {repair_s:.0f} s"))
         await asyncio.sleep(repair_s)
+    raise AssertionError("lives have no end")
 
 
 async def _run(worker: Worker, algorithm: Algorithm, running_s: float) -> bool:

@@ -31,8 +31,6 @@ Listener = Callable[[PeerId, float, Event], None]
 class Variant:
     """What a simulation may differ in beside the recipe."""
 
-    pacing: bool = False
-    """Workers choose their local steps by `gasloc.pacing`."""
     staggered: bool = True
     """Each fragment at its own step of the round, or all at its end."""
     graph: str | None = None
@@ -88,7 +86,7 @@ class Simulation:
             method.graph,
             staggered=variant.staggered,
             lockstep=method.lockstep,
-            pacing=variant.pacing,
+            pacing=recipe.pacing and method.paced,
         )
         for peer, each in zip(peers, conditions, strict=True):
             rule = rule_of(recipe, self.world.compute, peer, parts)
@@ -148,7 +146,8 @@ class Simulation:
                 folder=worker.peer,
             )
         )
-        await live(worker, self._algorithm, recipe.seed, number)
+        if not await live(worker, self._algorithm, recipe.seed, number):
+            return
         worker.emit(
             Finished(
                 round=worker.round,

@@ -6,6 +6,7 @@ the process: with real sockets the clock would run past answers that are on thei
 """
 
 import asyncio
+import math
 import selectors
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
@@ -56,6 +57,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def jump(self, seconds: float) -> None:
         """Moves the clock on."""
         self._now_s += seconds
+        # asyncio runs timers due before now + this; after weeks of virtual time the usual 1e-9 s would round away
+        self._clock_resolution = max(1e-9, 2 * math.ulp(self._now_s))
 
     @property
     def threads_busy(self) -> bool:

@@ -1,6 +1,7 @@
 """One simulated worker: its place in the run, its local steps, and what it reports."""
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -15,7 +16,7 @@ from peers.exchange import Answer, Exchange, PeerId, Swap
 Emit = Callable[[Event], None]
 
 MOST_STEPS = 4
-"""With pacing, a worker takes at most this many times the recipe's local steps in a round."""
+"""With pacing, a worker takes at most this many times the recipe's local steps in a round, as in `gasloc.swarm`."""
 
 
 @dataclass(slots=True)
@@ -70,7 +71,8 @@ class Worker:
         self.tokens = 0
         self.losses: list[tuple[int, float]] = []
         """Steps and mean loss of each stretch of training in this round."""
-        self.pace = pacing.Pace(conditions.step_time_s, 0.0)
+        self.pace = pacing.Pace(0.0, 0.0)
+        """As the others know it: nothing before the first round's end."""
         self.steps_of_round = world.recipe.local_steps
         self.traffic = Traffic()
         self._began_s = 0.0
@@ -144,7 +146,8 @@ class Worker:
         """Reports the round, moves on to the next and evaluates where one is due."""
         recipe, traffic = self.world.recipe, self.traffic
         self.pace = pacing.Pace(
-            self.conditions.step_time_s, pacing.smooth(self.pace.exchange_time_s, traffic.transfer_s)
+            self.conditions.step_time_s,
+            pacing.smooth(self.pace.exchange_time_s, traffic.transfer_s if traffic.partners else math.nan),
         )
         ended = self.round
         self.round, next_reason = rounds.next_round(ended, self.world.others_rounds(self))
