@@ -10,7 +10,7 @@ import typer
 from typer.exceptions import TyperException
 
 from gasloc import environment
-from gasloc.commands import join, launch, recipe, start, status, syncer, version
+from gasloc.commands import join, launch, recipe, simulate, start, status, syncer, version
 from gasloc.errors import GaslocError, UsageError
 from peers.errors import AddressError, IdentityError, PeersError
 
@@ -26,6 +26,7 @@ app.command("start")(start.start)
 app.command("join")(join.join)
 app.command("syncer")(syncer.syncer)
 app.command("launch")(launch.launch)
+app.command("simulate")(simulate.simulate)
 app.command("status")(status.status)
 app.command("version")(version.version)
 app.add_typer(recipe.app, name="recipe")
