@@ -10,11 +10,11 @@ from gasloc.model import Decoder, build
 from gasloc.recipe import Recipe
 from peers.exchange import PeerId, Tensors
 
-BATCHED_BELOW = 20_000_000
+BATCHED_BELOW = 40_000_000
 """Parameters times tokens a step under which several workers' steps run faster stacked.
 
-*Measured* on two CPU cores, 8 and 32 workers (`benchmarks/simulator.py --crossing`): at 27,000 parameters and 256
-tokens (7e6) stacked steps take half the time of a plain loop, at 63,000 and 1,024 (6e7) 1.2 times as long.
+*Measured* with `benchmarks/simulator.py --crossing` on one CPU thread, 32 workers; time stacked over time in a loop:
+1e6: 0.52, 8e6: 0.68, 2.8e7: 0.76, 3.2e7: 0.84; with 8 workers at 6.5e7: 1.3.
 """
 
 
