@@ -1,17 +1,32 @@
 """Named tensors over a `Wire`: the table first, then blocks in sorted order of names."""
 
+import asyncio
+import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Protocol
 
 import torch
 
-from peers import codec
+from peers import codec, modular, quantize
 from peers.codec import CodecName
 from peers.errors import LayoutError, ProtocolError, WireError
 from peers.exchange import Layout, Tensors
-from peers.table import DTYPES, MAX_TABLE_BYTES, Entry, decode_table, encode_table, first_difference, layout
+from peers.modular import PIECE_ELEMENTS, Lattice, Restore
+from peers.table import (
+    DTYPES,
+    MAX_TABLE_BYTES,
+    MODULAR_BITS,
+    Entry,
+    Packing,
+    decode_table,
+    encode_table,
+    first_difference,
+    layout,
+)
 from peers.wire import BLOCK_BYTES, Kind, Wire
+
+_SCALE_BYTES = 4
 
 
 class Digest(Protocol):
@@ -27,41 +42,108 @@ class NoDigest:
 
 
 class Body:
-    """Tensors made ready to be sent: names sorted, values flat, wire dtypes chosen."""
+    """Tensors made ready to be sent: names sorted, values flat, wire forms chosen, movements bounded."""
 
-    def __init__(self, tensors: Tensors, codec_name: CodecName) -> None:
-        """Reads every value once. Raises `LayoutError` for a dtype that cannot travel, and `ProtocolError`
-        that names a tensor with NaN or infinite values."""
-        self._rows: list[tuple[Entry, torch.Tensor]] = []
+    def __init__(self, tensors: Tensors, codec_name: CodecName, start: Tensors | None = None) -> None:
+        """Reads every value once, and of modular tensors what they moved from, too.
+
+        Raises `LayoutError` for a dtype that cannot travel and for a start of another shape, and `ProtocolError`
+        that names a tensor with NaN or infinite values.
+        """
+        self.entries: list[Entry] = []
+        self.rows: dict[str, torch.Tensor] = {}
+        self.bounds: dict[str, torch.Tensor] = {}
+        """See `modular.Bounds`."""
         for name in sorted(tensors):
             tensor = tensors[name]
             if tensor.dtype not in DTYPES.values():
                 raise LayoutError(f"tensor '{name}' is {tensor.dtype}, which cannot be sent")
-            row = codec.flat(tensor)
-            entry = Entry(name, tuple(tensor.shape), tensor.dtype, codec.wire_dtype(codec_name, name, row))
-            self._rows.append((entry, row))
-        self.table = encode_table([entry for entry, _ in self._rows])
+            origin = start.get(name) if start else None
+            row, shape = codec.flat(tensor), tuple(tensor.shape)
+            wire_dtype = codec.wire_dtype(codec_name, name, row)
+            packing = codec.packing(codec_name, shape, row, has_start=origin is not None)
+            if packing in MODULAR_BITS and origin is not None:
+                self.bounds[name] = _movement(name, shape, row, origin)
+            self.entries.append(Entry(name, shape, tensor.dtype, wire_dtype, packing))
+            self.rows[name] = row
+        self.table = encode_table(self.entries)
 
-    def blocks(self) -> Iterator[memoryview]:
-        """The bytes, in pieces of at most `BLOCK_BYTES`."""
-        for entry, row in self._rows:
+    def blocks(self, lattice: Lattice | None = None) -> Iterator[memoryview]:
+        """The bytes, in pieces of at most `BLOCK_BYTES`. `lattice` must be given where tensors are modular."""
+        for entry in self.entries:
             for start, end in _pieces(entry):
-                yield codec.encode(row[start:end], entry.wire_dtype)
+                yield _encode(entry, start, self.rows[entry.name][start:end], lattice)
+
+    async def blocks_ahead(self, lattice: Lattice | None = None) -> AsyncGenerator[memoryview, None]:
+        """`blocks`, each made in a worker thread while the one before is sent, where there is anything to make."""
+        blocks = self.blocks(lattice)
+        if all(entry.packing is Packing.PLAIN and entry.wire_dtype is entry.dtype for entry in self.entries):
+            for block in blocks:
+                yield block
+            return
+        ahead = asyncio.create_task(asyncio.to_thread(next, blocks, None))
+        try:
+            while (made := await ahead) is not None:
+                ahead = asyncio.create_task(asyncio.to_thread(next, blocks, None))
+                yield made
+        finally:
+            await asyncio.gather(ahead, return_exceptions=True)
 
     async def send(self, wire: Wire, digest: Digest) -> None:
-        """Sends the table and every block. Raises `WireError` when the stream breaks."""
+        """Sends the table and every block. Raises `WireError` when the stream breaks.
+
+        Not for modular tensors, which need the partner's bounds: a body without a start has none.
+        """
         digest.update(self.table)
         await wire.send_payload(Kind.TABLE, self.table)
-        for block in self.blocks():
-            digest.update(block)
-            await wire.send_block(block)
+        async with contextlib.aclosing(self.blocks_ahead()) as blocks:
+            async for block in blocks:
+                digest.update(block)
+                await wire.send_block(block)
+
+
+def _movement(name: str, shape: tuple[int, ...], row: torch.Tensor, origin: torch.Tensor) -> torch.Tensor:
+    """In pieces: a difference of the tensor's own size would be a copy of the model's largest."""
+    if tuple(origin.shape) != shape:
+        raise LayoutError(f"tensor '{name}' has shape {list(shape)}, but started as {list(origin.shape)}")
+    flat = codec.flat(origin)
+    return torch.cat(
+        [
+            quantize.movement_bounds(piece, before.to(row.dtype))
+            for piece, before in zip(_cut(row), _cut(flat), strict=True)
+        ]
+    )
+
+
+def _cut(row: torch.Tensor) -> list[torch.Tensor]:
+    return [row[start : start + PIECE_ELEMENTS] for start in range(0, row.numel(), PIECE_ELEMENTS)]
+
+
+def _encode(entry: Entry, start: int, row: torch.Tensor, lattice: Lattice | None) -> memoryview:
+    if entry.packing is Packing.PLAIN:
+        return codec.encode(row, entry.wire_dtype)
+    if entry.packing is Packing.INT8:
+        scales, codes = quantize.int8_encode(row)
+        return codec.view(torch.cat([scales.view(torch.uint8), codes.view(torch.uint8)]))
+    assert lattice is not None, "modular tensors are sent on a lattice"
+    return modular.encode_piece(entry, start, row, lattice)
 
 
 def _pieces(entry: Entry) -> Iterator[tuple[int, int]]:
     """Where each block of a tensor starts and ends, in elements."""
-    step = BLOCK_BYTES // entry.wire_dtype.itemsize
+    plain = entry.packing is Packing.PLAIN
+    step = BLOCK_BYTES // entry.wire_dtype.itemsize if plain else PIECE_ELEMENTS
     for start in range(0, entry.count, step):
         yield start, min(start + step, entry.count)
+
+
+def _piece_bytes(entry: Entry, count: int) -> int:
+    """The length of a piece of `count` elements."""
+    if entry.packing is Packing.PLAIN:
+        return count * entry.wire_dtype.itemsize
+    if entry.packing is Packing.INT8:
+        return count + _SCALE_BYTES * quantize.blocks_in(count)
+    return modular.piece_bytes(entry, count)
 
 
 async def receive_table(wire: Wire, digest: Digest, *, limit_bytes: int = MAX_TABLE_BYTES) -> list[Entry]:
@@ -82,19 +164,44 @@ def check_layout(entries: Sequence[Entry], expected: Layout) -> None:
         raise LayoutError(difference)
 
 
-async def receive_tensors(wire: Wire, entries: Sequence[Entry], digest: Digest) -> dict[str, torch.Tensor]:
+async def receive_tensors(
+    wire: Wire, entries: Sequence[Entry], digest: Digest, restore: Restore | None = None
+) -> dict[str, torch.Tensor]:
     """Receives the tensors of an accepted table into fresh memory, each allocated as its turn comes.
 
+    What is packed is unpacked in a worker thread while the next piece comes in. Modular tensors are restored by
+    `restore`; blocks that it marks as wrong are to be replaced.
+
     Raises `WireError` when the stream breaks or memory is short, `ProtocolError` that names a tensor with NaN
-    or infinite values; what was received so far is dropped.
+    or infinite values, or a modular one without `restore`; what was received so far is dropped.
     """
     scratch = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+    packed_bytes = BLOCK_BYTES if any(entry.packing is not Packing.PLAIN for entry in entries) else 0
+    packed = torch.empty(2, packed_bytes, dtype=torch.uint8)  # one comes in while the other is unpacked
     tensors = {}
-    for entry in entries:
-        row = _allocate(entry)
-        for start, end in _pieces(entry):
-            await _receive_piece(wire, row[start:end], entry, scratch, digest)
-        tensors[entry.name] = row.reshape(entry.shape)
+    turn = 0
+    unpacking: asyncio.Task[None] | None = None
+    try:
+        for entry in entries:
+            row = _allocate(entry)
+            for start, end in _pieces(entry):
+                if entry.packing is Packing.PLAIN:
+                    await _receive_piece(wire, row[start:end], entry, scratch, digest)
+                    continue
+                turn = 1 - turn
+                data = packed[turn, : _piece_bytes(entry, end - start)]
+                await wire.receive_block(codec.view(data))
+                digest.update(codec.view(data))
+                if unpacking:
+                    await unpacking
+                work = asyncio.to_thread(_unpack, entry, start, data, row[start:end], restore)
+                unpacking = asyncio.create_task(work)
+            tensors[entry.name] = row.reshape(entry.shape)
+        if unpacking:
+            await unpacking
+    finally:
+        if unpacking:
+            await asyncio.gather(unpacking, return_exceptions=True)
     return tensors
 
 
@@ -103,6 +210,24 @@ def _allocate(entry: Entry) -> torch.Tensor:
         return torch.empty(entry.count, dtype=entry.dtype)
     except RuntimeError:
         raise WireError(f"no memory for tensor '{entry.name}' of {entry.size_bytes} bytes") from None
+
+
+def _unpack(entry: Entry, start: int, data: torch.Tensor, row: torch.Tensor, restore: Restore | None) -> None:
+    if entry.packing is Packing.INT8:
+        scale_bytes = _SCALE_BYTES * quantize.blocks_in(row.numel())
+        scales, codes = data[:scale_bytes].view(torch.float32), data[scale_bytes:].view(torch.int8)
+        row.copy_(quantize.int8_decode(scales, codes, entry.dtype))
+    elif restore is None:
+        raise ProtocolError(f"tensor '{entry.name}' travels as {entry.packing.value}, which nothing here restores")
+    else:
+        restore.piece(entry, start, data, row)
+    check_finite(entry, row)
+
+
+def check_finite(entry: Entry, row: torch.Tensor) -> None:
+    """Raises `ProtocolError` that names the tensor when received values are NaN or infinite."""
+    if not codec.is_finite(row):
+        raise ProtocolError(f"tensor '{entry.name}' holds NaN or infinite values")
 
 
 async def _receive_piece(wire: Wire, row: torch.Tensor, entry: Entry, scratch: torch.Tensor, digest: Digest) -> None:
@@ -114,8 +239,7 @@ async def _receive_piece(wire: Wire, row: torch.Tensor, entry: Entry, scratch: t
         await wire.receive_block(data)
         row.copy_(scratch[: len(data)].view(entry.wire_dtype))
     digest.update(data)
-    if not codec.is_finite(row):
-        raise ProtocolError(f"tensor '{entry.name}' holds NaN or infinite values")
+    check_finite(entry, row)
 
 
 def new_digest() -> "hashlib._Hash":

@@ -54,6 +54,16 @@ class Offer:
     """None: the same layout as `send`."""
     note: Mapping[str, float] = field(default_factory=dict)
     """Small numbers for the partner's use: steps, tokens. At most 16 entries."""
+    start: Tensors | None = None
+    """What the values moved from, by names of `send` and `near`: at best a round's own start. Only read.
+
+    Modular codecs choose their ranges by these movements. They send tensors that are not in it as they are.
+    """
+    near: Tensors | None = None
+    """Our own values of what is expected, where that is not what is sent; of layout `expect`. Only read.
+
+    Modular codecs restore the partner's values from them. None: from `send`.
+    """
 
 
 class Answer(StrEnum):

@@ -35,7 +35,7 @@ BLOCK = 512
 
 Bits = Literal[4, 8]
 
-RANGE: dict[Bits, float] = {8: 8.0, 4: 4.0}
+RANGE: dict[Bits, float] = {8: 8.0, 4: 6.0}
 """B over the larger movement. Larger: coarser; smaller: more blocks sent again. Chosen in benchmarks/codecs.py."""
 
 LEAST_BOUND = 2.0**-100
@@ -148,7 +148,7 @@ def decode(
 def int8_encode(row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A row (n,) as scales (blocks,) float32 and codes (n,) int8, rounded to nearest.
 
-    A value comes back with an error of at most `max(m / 254 * (1 + 2^-20), 2^-100)`, where m is the largest
+    A value comes back with an error of at most `max(m / 254 * (1 + 2^-14), 2^-100)`, where m is the largest
     magnitude in its block. Values must be within float32's range.
     """
     blocks = _in_blocks(row)

@@ -2,11 +2,14 @@
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
+
+import torch
 
 from peers import codec
 from peers.body import Body
@@ -40,6 +43,14 @@ class _Meeting:
     wire: Wire
     note: Mapping[str, float]
     incoming: Incoming | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Bodies:
+    """What one partner is sent, and our own values of what it sends: the same body where both send the same."""
+
+    send: Body
+    near: Body
 
 
 @dataclass(slots=True)
@@ -151,7 +162,7 @@ class StreamExchange:
             return Swap(Answer.STOPPED, "this peer is leaving")
         return task.result()
 
-    async def _settle(self, wait: Wait, offer: Offer, body: Body, deadline: float) -> Swap:
+    async def _settle(self, wait: Wait, offer: Offer, body: _Bodies, deadline: float) -> Swap:
         """One partner, from the first word to the outcome."""
         loop = asyncio.get_running_loop()
         started = loop.time()
@@ -175,14 +186,16 @@ class StreamExchange:
             seconds=loop.time() - started,
         )
 
-    async def _trade(self, met: _Meeting, wait: Wait, offer: Offer, body: Body) -> Swap:
+    async def _trade(self, met: _Meeting, wait: Wait, offer: Offer, body: _Bodies) -> Swap:
         partner = wait.partner
         expect = layout_of(offer.send) if offer.expect is None else offer.expect
         try:
             if met.incoming:
                 reply = Reply(Answer.ACCEPT, "expected", wait.slot.round, offer.note)
                 await met.wire.send_header(Kind.HEADER, reply.to_json())
-            tensors = await Trade(met.wire, body, expect, stall_s=self._stall_s).run()
+            noise = _noise(self.me, partner, wait.slot)
+            trade = Trade(met.wire, body.send, expect, stall_s=self._stall_s, near=body.near, noise=noise)
+            tensors = await trade.run()
             await met.wire.close(_CLOSE_S)
         except TimeoutError:
             return Swap(Answer.BROKEN, f"the transfer with {partner} made no progress for {self._stall_s:g} s")
@@ -352,21 +365,36 @@ def check_offers(me: PeerId, offers: Mapping[PeerId, Offer]) -> None:
         raise ValueError(f"a peer does not trade with itself: {me}")
     for offer in offers.values():
         read_note(offer.note)
+        if offer.near is not None and layout_of(offer.near) != offer.expect:
+            raise ValueError("the tensors near what is expected have another layout than what is expected")
         for name, tensor in offer.send.items():
             if not codec.floating(tensor.dtype):
                 raise LayoutError(f"tensor '{name}' is {tensor.dtype}: only floating-point tensors are exchanged")
 
 
-def _bodies(offers: Mapping[PeerId, Offer], codec_name: CodecName) -> dict[PeerId, Body]:
-    """Each partner's body; tensors that go to several partners are read once."""
-    made: dict[int, Body] = {}
-    bodies = {}
-    for partner, offer in offers.items():
-        tensors: Tensors = offer.send
-        if id(tensors) not in made:
-            made[id(tensors)] = Body(tensors, codec_name)
-        bodies[partner] = made[id(tensors)]
-    return bodies
+def _bodies(offers: Mapping[PeerId, Offer], codec_name: CodecName) -> dict[PeerId, _Bodies]:
+    """Each partner's bodies; tensors that go to several partners are read once."""
+    made: dict[tuple[int, int], Body] = {}
+
+    def body(tensors: Tensors, start: Tensors | None) -> Body:
+        key = id(tensors), id(start)
+        if key not in made:
+            made[key] = Body(tensors, codec_name, start)
+        return made[key]
+
+    return {
+        partner: _Bodies(
+            body(offer.send, offer.start), body(offer.send if offer.near is None else offer.near, offer.start)
+        )
+        for partner, offer in offers.items()
+    }
+
+
+def _noise(me: PeerId, partner: PeerId, slot: Slot) -> torch.Generator:
+    """The noise that rounds what we send: another in every trade, and the same if it is repeated."""
+    words = repr((me, partner, slot.round, slot.mix, slot.phase)).encode()
+    seed = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
+    return torch.Generator().manual_seed(seed)
 
 
 async def _ask(wire: Wire, hello: Hello) -> Reply:

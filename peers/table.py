@@ -4,11 +4,13 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 
 from peers.errors import LayoutError, ProtocolError
 from peers.exchange import Layout, TensorSpec
+from peers.quantize import BLOCK, Bits
 from peers.wire import clean, decode_json, encode_json
 
 FLOATING = {
@@ -34,6 +36,23 @@ _MAX_DIMENSIONS = 16
 _MAX_EXTENT = 2**48
 
 
+class Packing(StrEnum):
+    """What is made of a tensor's values on the wire."""
+
+    PLAIN = "plain"
+    """The values, in the entry's wire dtype."""
+    INT8 = "block-int8"
+    """See `quantize.int8_encode`."""
+    MODULAR8 = "modular8"
+    MODULAR4 = "modular4"
+    """See `quantize.encode`."""
+
+
+PACKABLE = (torch.float32, torch.float64)
+MODULAR_BITS: dict[Packing, Bits] = {Packing.MODULAR8: 8, Packing.MODULAR4: 4}
+_PACKED = {packing.value: packing for packing in Packing if packing is not Packing.PLAIN}
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One tensor as it travels."""
@@ -42,6 +61,8 @@ class Entry:
     shape: tuple[int, ...]
     dtype: torch.dtype
     wire_dtype: torch.dtype
+    packing: Packing = Packing.PLAIN
+    """Packed tensors have their own dtype as wire dtype."""
 
     @property
     def count(self) -> int:
@@ -56,7 +77,7 @@ class Entry:
 
 def encode_table(entries: Sequence[Entry]) -> bytes:
     """The table as JSON. Raises `LayoutError` when it is over `MAX_TABLE_BYTES`."""
-    rows = [[e.name, NAMES[e.dtype], NAMES[e.wire_dtype], list(e.shape)] for e in entries]
+    rows = [[e.name, NAMES[e.dtype], _form(e), list(e.shape)] for e in entries]
     payload = encode_json({"tensors": rows})
     if len(payload) > MAX_TABLE_BYTES:
         raise LayoutError(f"{len(rows)} tensors need a table of {len(payload)} bytes, over {MAX_TABLE_BYTES}")
@@ -83,7 +104,22 @@ def _entry(row: object) -> Entry:
         raise ProtocolError("a tensor's name is not a printable text of 1 to 512 characters")
     if not (isinstance(shape, list) and len(shape) <= _MAX_DIMENSIONS and all(map(_is_extent, shape))):
         raise ProtocolError(f"tensor '{name}' has an impossible shape")
-    return Entry(name, tuple(shape), _dtype(name, dtype), _dtype(name, wire_dtype))
+    packing = _PACKED.get(wire_dtype) if isinstance(wire_dtype, str) else None
+    if packing is None:
+        return Entry(name, tuple(shape), _dtype(name, dtype), _dtype(name, wire_dtype))
+    own = _dtype(name, dtype)
+    if not packable(tuple(shape), own):
+        raise ProtocolError(f"tensor '{name}' of {own} {shape} cannot travel as {packing.value}")
+    return Entry(name, tuple(shape), own, own, packing)
+
+
+def packable(shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether a tensor may be quantized: not gains, biases and scalars, nor what is shorter than a block."""
+    return dtype in PACKABLE and len(shape) >= 2 and math.prod(shape) >= BLOCK
+
+
+def _form(entry: Entry) -> str:
+    return NAMES[entry.wire_dtype] if entry.packing is Packing.PLAIN else entry.packing.value
 
 
 def _dtype(name: str, text: object) -> torch.dtype:

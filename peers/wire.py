@@ -41,6 +41,8 @@ class Kind(IntEnum):
     """All was received, or all was sent, and is good."""
     ABORT = 6
     """The sender ends the conversation here, and says why."""
+    REQUEST = 7
+    """Which blocks of modular tensors could not be restored and are to come as they are; see `modular`."""
 
 
 class Wire:

@@ -1,0 +1,168 @@
+"""What modular codecs need beside the codes: bounds of movement, restoring, and blocks sent again.
+
+Bounds travel as bfloat16, a block each, tensors in the table's order. A request is a bitmap, a bit for each block of
+each modular tensor in that order, most significant bit first, padded with zeros to a whole byte.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from peers import codec, quantize
+from peers.errors import ProtocolError
+from peers.quantize import BLOCK
+from peers.table import MODULAR_BITS, Entry
+from peers.wire import BLOCK_BYTES, Wire
+
+Bounds = Mapping[str, torch.Tensor]
+"""Each modular tensor's bounds of movement, (blocks,) bfloat16."""
+
+Steps = Mapping[str, torch.Tensor]
+"""Each modular tensor's lattice steps, (blocks,) float32."""
+
+PIECE_ELEMENTS = 2**18
+"""Elements that are packed or restored at once, in a worker thread. More would not stay in the processor's cache."""
+
+_CHECK_BYTES = 4
+
+
+def modular(entries: Sequence[Entry]) -> list[Entry]:
+    """Those that travel modulo a range, in the table's order."""
+    return [entry for entry in entries if entry.packing in MODULAR_BITS]
+
+
+def steps(entries: Sequence[Entry], ours: Bounds, theirs: Bounds) -> dict[str, torch.Tensor]:
+    """The steps of modular tensors. A side that gave no bounds for one did not move, as far as is known."""
+    return {
+        entry.name: quantize.steps(_bounds(entry, ours), _bounds(entry, theirs), MODULAR_BITS[entry.packing])
+        for entry in entries
+    }
+
+
+def _bounds(entry: Entry, bounds: Bounds) -> torch.Tensor:
+    given = bounds.get(entry.name)
+    return torch.zeros(quantize.blocks_in(entry.count), dtype=torch.bfloat16) if given is None else given
+
+
+async def send_bounds(wire: Wire, entries: Sequence[Entry], bounds: Bounds) -> None:
+    """Sends the bounds of modular tensors; nothing where there are none."""
+    if entries:
+        row = torch.cat([_bounds(entry, bounds) for entry in entries])
+        for start in range(0, row.numel(), BLOCK_BYTES // 2):
+            await wire.send_block(codec.view(row[start : start + BLOCK_BYTES // 2]))
+
+
+async def receive_bounds(wire: Wire, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
+    """The partner's bounds of these tensors. Raises `ProtocolError` for what is no bound."""
+    row = torch.empty(_blocks_of(entries), dtype=torch.bfloat16)
+    for start in range(0, row.numel(), BLOCK_BYTES // 2):
+        await wire.receive_block(codec.view(row[start : start + BLOCK_BYTES // 2]))
+    quantize.check_bounds(row)
+    return _by_name(entries, row)
+
+
+def _blocks_of(entries: Sequence[Entry]) -> int:
+    return sum(quantize.blocks_in(entry.count) for entry in entries)
+
+
+def _by_name(entries: Sequence[Entry], row: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Cuts what holds one element for each block of all these tensors."""
+    cut, at = {}, 0
+    for entry in entries:
+        cut[entry.name] = row[at : at + quantize.blocks_in(entry.count)]
+        at += quantize.blocks_in(entry.count)
+    return cut
+
+
+def piece_bytes(entry: Entry, count: int) -> int:
+    """Bytes of a piece of `count` elements: checksums first, then codes."""
+    return _CHECK_BYTES * quantize.blocks_in(count) + quantize.packed_bytes(count, MODULAR_BITS[entry.packing])
+
+
+@dataclass(frozen=True, slots=True)
+class Lattice:
+    """On what the modular tensors of one body are rounded, and with which noise."""
+
+    steps: Steps
+    noise: torch.Generator
+
+
+def encode_piece(entry: Entry, start: int, row: torch.Tensor, lattice: Lattice) -> memoryview:
+    """The bytes of the piece that begins at element `start`, `row` (n,); of `piece_bytes` length."""
+    step = lattice.steps[entry.name][_blocks(start, row.numel())]
+    codes = quantize.encode(row, step, MODULAR_BITS[entry.packing], lattice.noise)
+    return codec.view(torch.cat([codes.checks.view(torch.uint8), codes.packed]))
+
+
+def _blocks(start: int, count: int) -> slice:
+    """The blocks of a piece of `count` elements that begins at element `start`."""
+    first = start // BLOCK
+    return slice(first, first + quantize.blocks_in(count))
+
+
+class Restore:
+    """Restores a partner's modular tensors from our own values, and keeps which blocks came out wrong."""
+
+    def __init__(self, near: Mapping[str, torch.Tensor], steps: Steps) -> None:
+        """`near` holds our own values by name, flat; `steps` those of all modular tensors to come."""
+        self._near = near
+        self._steps = steps
+        self._wrong = {name: torch.zeros(step.numel(), dtype=torch.bool) for name, step in steps.items()}
+
+    def piece(self, entry: Entry, start: int, data: torch.Tensor, out: torch.Tensor) -> None:
+        """Restores the piece that begins at element `start` into `out`, (n,) of the entry's dtype.
+
+        `data` is (`piece_bytes`,) uint8.
+        """
+        blocks = _blocks(start, out.numel())
+        checks = data[: _CHECK_BYTES * (blocks.stop - blocks.start)]
+        values, wrong = quantize.decode(
+            quantize.Codes(data[checks.numel() :], checks.view(torch.int32)),
+            self._near[entry.name][start : start + out.numel()],
+            self._steps[entry.name][blocks],
+            MODULAR_BITS[entry.packing],
+        )
+        out.copy_(values)
+        self._wrong[entry.name][blocks] = wrong
+
+    @property
+    def share_wrong(self) -> float:
+        """The share of blocks that could not be restored."""
+        blocks = sum(wrong.numel() for wrong in self._wrong.values())
+        return sum(int(wrong.sum()) for wrong in self._wrong.values()) / blocks if blocks else 0.0
+
+    def request(self, entries: Sequence[Entry]) -> bytes:
+        """The bitmap of wrong blocks of these tensors."""
+        return np.packbits(torch.cat([self._wrong[entry.name] for entry in entries]).numpy()).tobytes()
+
+    def wrong(self, entry: Entry) -> torch.Tensor:
+        """(blocks,) bool."""
+        return self._wrong[entry.name]
+
+
+def request_bytes(entries: Sequence[Entry]) -> int:
+    """The length of a request for blocks of these tensors."""
+    return -(-_blocks_of(entries) // 8)
+
+
+def read_request(payload: bytes, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
+    """Which blocks of each tensor are asked for, (blocks,) bool. Raises `ProtocolError` for another length."""
+    if len(payload) != request_bytes(entries):
+        raise ProtocolError(f"a request of {len(payload)} bytes where {request_bytes(entries)} are due")
+    bits = torch.from_numpy(np.unpackbits(np.frombuffer(payload, dtype=np.uint8)).astype(bool))
+    return _by_name(entries, bits[: _blocks_of(entries)])
+
+
+def raw_pieces(entry: Entry, wanted: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Which elements of a tensor go into each block that is sent again, as flat indices, in order.
+
+    `wanted` is (blocks,) bool.
+    """
+    group = BLOCK_BYTES // (BLOCK * entry.dtype.itemsize)
+    indices = wanted.nonzero().reshape(-1)
+    for at in range(0, indices.numel(), group):
+        blocks = indices[at : at + group]
+        elements = (blocks[:, None] * BLOCK + torch.arange(BLOCK)).reshape(-1)
+        yield elements[elements < entry.count]
