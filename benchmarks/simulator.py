@@ -2,6 +2,7 @@
 
     python -m benchmarks.simulator               # 32 workers over 32 single-worker loops; the bar is 1.3
     python -m benchmarks.simulator --crossing    # stacked steps over a plain loop, by size of the model
+    python -m benchmarks.simulator --consensus   # 1,024 workers of a noisy quadratic; the bar is a minute
 
 The plain loops are the trainer's own: its model, AdamW, clipping, schedule and sampler, one worker after another, no
 network. The two sides take turns, so that a busy machine slows both; the best time of each counts.
@@ -18,10 +19,13 @@ from gasloc.corpus import Corpus
 from gasloc.recipe import Recipe, parse
 from gasloc.simulation.conditions import Conditions
 from gasloc.simulation.decoder import DecoderProblem
+from gasloc.simulation.quadratic import QuadraticProblem
 from gasloc.simulation.run import Simulation
 
 BAR = 1.3
 WORKERS = 32
+CONSENSUS_WORKERS = 1024
+CONSENSUS_BAR_S = 60.0
 
 
 def recipe_of(dim: int, context_length: int, batch_size: int, rounds: int) -> Recipe:
@@ -139,13 +143,43 @@ def crossing(text: Corpus, repeats: int) -> None:
         )
 
 
+def consensus() -> None:
+    """Prints how far apart 1,024 workers end on each topology, and the time of the slowest as the bar."""
+    slowest_s = 0.0
+    for topology in ("none", "1-peer", "2-peer", "ring", "exponential"):
+        recipe = parse(
+            {
+                "rounds": 10,
+                "local_steps": 10,
+                "topology": topology,
+                "inner": {"learning_rate": 0.02, "warmup_steps": 10},
+                "evaluation": {"every_rounds": 1000},
+            }
+        )
+        began = time.perf_counter()
+        problem = QuadraticProblem(16, diversity=1.0)
+        result = Simulation(recipe, problem, [Conditions(bandwidth=1e6)] * CONSENSUS_WORKERS).run()
+        took_s = time.perf_counter() - began
+        slowest_s = max(slowest_s, took_s)
+        # the spread over the length of the start, since the mean itself goes to zero
+        apart = torch.stack([parameters["x0"] for parameters in result.parameters])
+        distance = float((apart - apart.mean(dim=0)).norm(dim=1).mean())
+        print(f"{topology:12} {CONSENSUS_WORKERS} workers: distance from the mean {distance:.4f}, {took_s:.1f} s")
+    verdict = "ok" if slowest_s <= CONSENSUS_BAR_S else "short"
+    print(f"bar simulator_consensus_s {slowest_s:.1f} {CONSENSUS_BAR_S:.0f} {verdict}")
+
+
 def main() -> None:
     """Measures on one thread."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--crossing", action="store_true", help="where stacked steps stop to pay")
+    parser.add_argument("--consensus", action="store_true", help="1,024 workers of a quadratic")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.consensus:
+        consensus()
+        return
     (crossing if options.crossing else overhead)(corpus.load("stdlib"), options.repeats)
 
 
