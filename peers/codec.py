@@ -29,6 +29,7 @@ from peers.table import FLOATING, MODULAR_BITS, Packing, packable
 
 CodecName = Literal["fp32", "fp16", "bf16", "int8", "modular8", "modular4"]
 CODECS: tuple[CodecName, ...] = get_args(CodecName)
+MODULAR_CODECS: tuple[CodecName, ...] = ("modular8", "modular4")
 
 _PACKINGS: dict[str, Packing] = {
     "int8": Packing.INT8,

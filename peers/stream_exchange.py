@@ -382,10 +382,11 @@ def _bodies(offers: Mapping[PeerId, Offer], codec_name: CodecName) -> dict[PeerI
             made[key] = Body(tensors, codec_name, start)
         return made[key]
 
+    def near(offer: Offer) -> Tensors:
+        return offer.send if offer.near is None or codec_name not in codec.MODULAR_CODECS else offer.near
+
     return {
-        partner: _Bodies(
-            body(offer.send, offer.start), body(offer.send if offer.near is None else offer.near, offer.start)
-        )
+        partner: _Bodies(body(offer.send, offer.start), body(near(offer), offer.start))
         for partner, offer in offers.items()
     }
 

@@ -2,8 +2,8 @@
 
 Each direction carries: table, blocks, PROGRESS now and then while the other direction is still under way, and
 DONE once all was received and is good; or ABORT with a reason, in place of any frame. Where tensors travel modulo a
-range (see `quantize`), bounds of movement follow the table, and before DONE comes a REQUEST for the blocks that could
-not be restored, and then those that the partner asked for. docs/wire.md tells it frame by frame.
+range (see `quantize`), bounds of movement follow the table, and before DONE come a REQUEST for the blocks that could
+not be restored, and those that the partner asked for. docs/wire.md tells it frame by frame.
 
 A side keeps what it received only if it is whole and the partner's DONE came. What no protocol can exclude
 remains: if the stream breaks while one DONE is on its way, one side keeps the new tensors and the other its
@@ -12,7 +12,7 @@ old ones. Each is whole.
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -50,8 +50,14 @@ class Trade:
         """Set once all blocks came, some perhaps not restored."""
         self._asked = asyncio.Event()
         """Set once the partner told which blocks it could not restore."""
+        self._retried = asyncio.Event()
+        """Set once the blocks that we could not restore came in more bits."""
+        self._asked_again = asyncio.Event()
+        """Set once the partner told which of its blocks it could not restore even so."""
         self._whole = asyncio.Event()
         """Set once nothing more is to be received: all came, or we refuse it."""
+        meetings = (self._bounded, self._met)
+        self._milestones = (*meetings, self._came, self._asked, self._retried, self._asked_again, self._whole)
         self._refusal: str | None = None
         self._confirmed_bytes = 0
         self._reported_bytes = 0
@@ -62,7 +68,7 @@ class Trade:
         self._steps: Steps = {}
         """Of what we send."""
         self._restore = Restore({}, {})
-        self._wanted: Mapping[str, torch.Tensor] = {}
+        self._wanted: dict[str, torch.Tensor] = {}
         """Which blocks the partner asks for."""
 
     async def run(self) -> dict[str, torch.Tensor]:
@@ -92,7 +98,7 @@ class Trade:
     async def _tell_refusal(self, error: BaseException | None, sending: asyncio.Future[None]) -> None:
         if isinstance(error, ProtocolError) and not isinstance(error, WireError):
             self._refusal = str(error)
-            for event in (self._bounded, self._met, self._came, self._asked, self._whole):
+            for event in self._milestones:
                 event.set()
             with contextlib.suppress(WireError, TimeoutError):
                 await sending
@@ -106,30 +112,46 @@ class Trade:
         if self._apart:
             await modular.send_bounds(self._wire, self._theirs, self._near.bounds)
         await self._met.wait()
+        lattice = Lattice(self._steps, self._noise)
         if not self._refusal:
-            await self._send_blocks()
-        if self._theirs and not self._refusal:
-            await self._report_until(self._came)
-            await self._wire.send_payload(Kind.REQUEST, self._restore.request(self._theirs))
-        if self._ours and not self._refusal:
-            await self._report_until(self._asked)
-            await self._send_again()
+            await self._send_blocks(lattice)
+        await self._request(self._theirs, self._came)
+        await self._send_retries(lattice)
+        await self._request(modular.retried(self._theirs), self._retried)
+        await self._send_raw()
         await self._report_until(self._whole)
         if self._refusal:
             await self._wire.abort(self._refusal)
         else:
             await self._wire.send_header(Kind.DONE, {})
 
-    async def _send_blocks(self) -> None:
-        async with contextlib.aclosing(self._body.blocks_ahead(Lattice(self._steps, self._noise))) as blocks:
+    async def _send_blocks(self, lattice: Lattice) -> None:
+        async with contextlib.aclosing(self._body.blocks_ahead(lattice)) as blocks:
             async for block in blocks:
                 if self._refusal:
                     break
                 await self._wire.send_block(block)
 
-    async def _send_again(self) -> None:
-        for entry in self._ours:
-            for elements in modular.raw_pieces(entry, self._wanted[entry.name]) if not self._refusal else ():
+    async def _request(self, entries: Sequence[Entry], due: asyncio.Event) -> None:
+        """Asks for the blocks of these tensors that could not be restored, once that is known."""
+        if entries:
+            await self._report_until(due)
+            if not self._refusal:
+                await self._wire.send_payload(Kind.REQUEST, self._restore.request(entries))
+
+    async def _send_retries(self, lattice: Lattice) -> None:
+        if self._ours:
+            await self._report_until(self._asked)
+        for entry in modular.retried(self._ours) if not self._refusal else ():
+            for blocks, elements in modular.again(entry, self._wanted[entry.name]):
+                row = self._body.rows[entry.name][elements]
+                await self._wire.send_block(await asyncio.to_thread(modular.encode_retry, entry, row, blocks, lattice))
+
+    async def _send_raw(self) -> None:
+        if self._ours:
+            await self._report_until(self._asked_again)
+        for entry in self._ours if not self._refusal else ():
+            for _, elements in modular.again(entry, self._wanted[entry.name]):
                 await self._wire.send_block(codec.view(self._body.rows[entry.name][elements]))
 
     async def _report_until(self, event: asyncio.Event) -> None:
@@ -151,12 +173,15 @@ class Trade:
         await self._receive_bounds(entries)
         tensors = await receive_tensors(self._wire, entries, digest, self._restore)
         self._came.set()
-        if self._ours:
-            payload = await self._receive_after_progress(Kind.REQUEST, limit, modular.request_bytes(self._ours))
-            self._wanted = modular.read_request(payload, self._ours)
-            self._asked.set()
+        await self._receive_request(self._ours, limit)
+        self._asked.set()
+        for entry in modular.retried(self._theirs):
+            await self._receive_retry(entry, tensors[entry.name].view(-1), limit)
+        self._retried.set()
+        await self._receive_request(modular.retried(self._ours), limit)
+        self._asked_again.set()
         for entry in self._theirs:
-            await self._receive_again(entry, tensors[entry.name].view(-1), limit)
+            await self._receive_raw(entry, tensors[entry.name].view(-1), limit)
         self._whole.set()
         await self._receive_after_progress(Kind.DONE, limit)
         return tensors
@@ -177,9 +202,23 @@ class Trade:
         self._steps = modular.steps(self._ours, self._body.bounds, bounds)
         self._met.set()
 
-    async def _receive_again(self, entry: Entry, row: torch.Tensor, limit: StallLimit) -> None:
-        """The blocks of a tensor that could not be restored, as they are."""
-        for elements in modular.raw_pieces(entry, self._restore.wrong(entry)):
+    async def _receive_request(self, entries: Sequence[Entry], limit: StallLimit) -> None:
+        if entries:
+            payload = await self._receive_after_progress(Kind.REQUEST, limit, modular.request_bytes(entries))
+            self._wanted.update(modular.read_request(payload, entries))
+
+    async def _receive_retry(self, entry: Entry, row: torch.Tensor, limit: StallLimit) -> None:
+        """The blocks of a tensor that could not be restored, in more bits."""
+        for blocks, elements in modular.again(entry, self._restore.wrong(entry).clone()):
+            size_bytes = modular.retry_bytes(blocks.numel(), elements.numel())
+            payload = await self._receive_after_progress(Kind.BLOCK, limit, size_bytes)
+            data = torch.empty(size_bytes, dtype=torch.uint8)
+            codec.decode(payload, torch.uint8, data)
+            row[elements] = await asyncio.to_thread(self._restore.retry, entry, blocks, elements, data)
+
+    async def _receive_raw(self, entry: Entry, row: torch.Tensor, limit: StallLimit) -> None:
+        """The blocks of a tensor that could not be restored even so, as they are."""
+        for _, elements in modular.again(entry, self._restore.wrong(entry)):
             size_bytes = elements.numel() * entry.dtype.itemsize
             payload = await self._receive_after_progress(Kind.BLOCK, limit, size_bytes)
             values = torch.empty(elements.numel(), dtype=entry.dtype)

@@ -25,6 +25,7 @@ GRACE_S = 20.0
 STALL_S = 10.0
 QUANTIZED: tuple[CodecName, ...] = ("int8", "modular8", "modular4")
 MODULAR: tuple[CodecName, ...] = ("modular8", "modular4")
+BITS = {codec: MODULAR_BITS[Packing(codec)] for codec in MODULAR}
 
 
 async def join(network: PipeNetwork, me: PeerId, codec: CodecName) -> StreamExchange:
@@ -87,7 +88,7 @@ def in_blocks(tensor: torch.Tensor) -> torch.Tensor:
 def limit(codec: CodecName, name: str, sent: Tensors, own: Tensors, origin: Tensors) -> torch.Tensor:
     """What the codec's own words allow, for each block of a tensor."""
     if codec in MODULAR:
-        bits = MODULAR_BITS[Packing(codec)]
+        bits = BITS[codec]
         moves = [(in_blocks(values[name]) - in_blocks(origin[name])).abs().amax(1) for values in (sent, own)]
         step: torch.Tensor = torch.maximum(*moves) * (RANGE[bits] / 2**bits) * (1 + 2.0**-7)
         return step + 1e-6 * in_blocks(sent[name]).abs().amax(1)
@@ -151,6 +152,27 @@ def test_blocks_out_of_range_come_as_they_are(codec: CodecName) -> None:
             equal = (got == exact).all(1).nonzero().reshape(-1).tolist()
             assert equal == blocks
             assert float((got - exact).abs().max()) < 0.01
+
+
+def test_at_4_bits_blocks_little_out_of_range_get_a_second_chance_in_8() -> None:
+    origin = {"w": normal((700, 500), 0), "x": normal((50, 51), 1)}
+    theirs_start = {name: tensor.clone() for name, tensor in origin.items()}
+    for tensor in theirs_start.values():
+        tensor.view(-1)[-3 * BLOCK :] += 0.05
+    ours, theirs = moved(origin, 10), moved(theirs_start, 20)
+    near, _ = run(trade("modular4", Offer(ours, start=origin), Offer(moved(origin, 20), start=origin)))
+    to_a, to_b = run(trade("modular4", Offer(ours, start=origin), Offer(theirs, start=theirs_start)))
+    for swap, sent in ((to_a, theirs), (to_b, ours)):
+        got = tensors_of(swap)
+        for name in origin:
+            apart = (in_blocks(got[name]) - in_blocks(sent[name])).abs().amax(1)
+            moves = torch.maximum(
+                (in_blocks(ours[name]) - in_blocks(origin[name])).abs().amax(1),
+                (in_blocks(theirs[name]) - in_blocks(theirs_start[name])).abs().amax(1),
+            )
+            assert bool((apart <= moves * (RANGE[4] / 16) * (1 + 2.0**-7) + 1e-6).all())
+            assert bool((apart > 0).all())
+    assert 0 < to_a.bytes_sent - near.bytes_sent < 8 * BLOCK * 2
 
 
 @pytest.mark.parametrize("codec", MODULAR)
@@ -235,7 +257,8 @@ def test_two_partners_get_other_noise() -> None:
 def test_a_fault_at_any_byte_leaves_each_side_whole(kind: FaultKind, at: int, back: bool, codec: CodecName) -> None:
     """Table, bounds, codes, requests, blocks sent again, acknowledgements: all of it or nothing."""
     origin, theirs_start = {"w": normal((40, 512), 0)}, {"w": normal((40, 512), 0)}
-    theirs_start["w"][:10] += 1.0
+    theirs_start["w"][:6] += 1.0
+    theirs_start["w"][6:12] += 0.05
     ours, theirs = moved(origin, 1), moved(theirs_start, 2)
     fault = Fault(kind, after_bytes=at, back=back)
     swaps = run(
@@ -321,17 +344,22 @@ def test_a_request_of_another_length_is_refused(size: int) -> None:
     assert f"request of {size} bytes" in swap.reason
 
 
-def test_values_sent_again_must_be_finite() -> None:
+@pytest.mark.parametrize("codec", MODULAR)
+def test_values_sent_again_must_be_finite(codec: CodecName) -> None:
     async def script(wire: Wire, origin: Mapping[str, torch.Tensor]) -> None:
-        body = liars_body(origin)
+        body = Body(moved(origin, 5), codec, origin)
         await wire.send_payload(Kind.TABLE, body.table)
         await wire.send_block(body.bounds["w"].view(torch.uint8).numpy().data)
-        await wire.send_block(torch.zeros(4 * (4 + BLOCK), dtype=torch.uint8).numpy().data)
+        codes = torch.zeros(4 * 4 + quantize.packed_bytes(4 * BLOCK, BITS[codec]), dtype=torch.uint8)
+        await wire.send_block(codes.numpy().data)
         await wire.send_payload(Kind.REQUEST, bytes(1))
+        if codec == "modular4":
+            await wire.send_block(torch.zeros(4 * (4 + BLOCK), dtype=torch.uint8).numpy().data)
+            await wire.send_payload(Kind.REQUEST, bytes(1))
         await wire.send_block(torch.full((4 * BLOCK,), torch.nan).view(torch.uint8).numpy().data)
         await wire.skip_until(Kind.ABORT)
 
-    swap = with_a_liar(script)
+    swap = with_a_liar(script, codec)
     assert swap.answer is Answer.REFUSED
     assert "'w' holds NaN" in swap.reason
 
