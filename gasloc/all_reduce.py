@@ -8,13 +8,15 @@ A member that is missing is left out and the weights are renormalised: owners av
 whose owner is missing are traded among those who are left (repair).
 """
 
+import math
 from collections.abc import Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from gasloc.clipping import Clipped, clip
 from gasloc.mixing import mix
 from peers.exchange import Offer, PeerId, Slot, Swap, Tensors, layout_of
 
@@ -38,6 +40,8 @@ class Reduced:
     """The average; like `phi` in names, shapes and dtypes. Where a piece could not be had, `phi` itself."""
     swaps: dict[PeerId, Swap]
     """One a partner, bytes of all phases summed. Its tensors are empty: they went into `mix`."""
+    clips: list[tuple[PeerId, Clipped]] = field(default_factory=list)
+    """How far each partner's piece was, as lengths over the whole; of averages those that were clipped."""
 
 
 def cut(sizes: Mapping[str, int], count: int) -> list[list[tuple[str, int, int]]]:
@@ -66,12 +70,17 @@ def all_reduce(
     slot: Slot,
     *,
     note: Mapping[str, float],
+    radius: float = math.inf,
 ) -> Trades[Reduced]:
     """The plain mean of all members' `phi`, over those that answer. Changes nothing but by its return.
 
     All members must call it in the same slot with the same `members`; a member with another view of who takes
     part expects other pieces and is refused by name, so it counts as missing. Where both sides of every failed
-    pair saw it fail, all who are left end with equal values, bit for bit.
+    pair saw it fail, all who are left end with equal values, bit for bit, as long as nothing is clipped.
+
+    A finite `radius` is for whole states (`gasloc.clipping`). A piece with a share s of all elements is clipped to
+    `radius * sqrt(s)`, as a movement that is spread evenly has it: by its owner against the owner's own piece, and
+    averages, which an owner may have made up, by each receiver against its own.
     """
     order = sorted(members)
     flat = {name: tensor.reshape(-1) for name, tensor in phi.items()}
@@ -84,20 +93,54 @@ def all_reduce(
         _phase(slot, SCATTER),
         {peer: Offer(views[peer], expect=own_layout, note=note) for peer in others},
     )
-    own_piece = _mean(views[me], _tensors(scattered), me)
+    guard = _Guard(radius, sum(tensor.numel() for tensor in flat.values()))
+    own_piece = _mean(views[me], guard.clipped(views[me], _tensors(scattered)), me)
     gathered = yield (
         _phase(slot, GATHER),
         {peer: Offer(own_piece, expect=layout_of(views[peer]), note=note) for peer in others},
     )
-    averages = {me: own_piece} | {peer: swap.tensors for peer, swap in gathered.items() if swap.tensors is not None}
+    averages: dict[PeerId, Tensors] = {me: own_piece}
+    for peer, average in _tensors(gathered).items():
+        averages[peer] = guard.checked(views[peer], average, of=peer)
     missing = [peer for peer in others if peer not in averages]
     left = [peer for peer in others if peer in averages]
     repaired: Mapping[PeerId, Swap] = {}
     if missing and left:
         orphaned = {name: view for peer in missing for name, view in views[peer].items()}
         repaired = yield _phase(slot, REPAIR), {peer: Offer(orphaned, note=note) for peer in left}
-        averages[REPAIR] = _mean(orphaned, _tensors(repaired), me)
-    return Reduced(_assemble(phi, flat, averages.values()), _summed(others, (scattered, gathered, repaired)))
+        averages[REPAIR] = _mean(orphaned, guard.clipped(orphaned, _tensors(repaired)), me)
+    swaps = _summed(others, (scattered, gathered, repaired))
+    return Reduced(_assemble(phi, flat, averages.values()), swaps, guard.clips)
+
+
+class _Guard:
+    """Clips pieces to their part of the radius, and keeps what it measured as lengths over the whole."""
+
+    def __init__(self, radius: float, elements: int) -> None:
+        self._radius = radius
+        self._elements = elements
+        self.clips: list[tuple[PeerId, Clipped]] = []
+
+    def clipped(self, own: Tensors, received: dict[PeerId, Tensors]) -> dict[PeerId, Tensors]:
+        """Members' values of one piece, each clipped in place."""
+        for peer, theirs in received.items():
+            measured = self._clip(own, theirs)
+            self.clips += [(peer, measured)] if measured is not None else []
+        return received
+
+    def checked(self, own: Tensors, average: Tensors, *, of: PeerId) -> Tensors:
+        """An average, clipped in place. Averages lie nearer than values, so only what exceeds counts."""
+        measured = self._clip(own, average)
+        if measured is not None and measured.shortened:
+            self.clips.append((of, measured))
+        return average
+
+    def _clip(self, own: Tensors, theirs: Tensors) -> Clipped | None:
+        elements = sum(tensor.numel() for tensor in own.values())
+        if not elements or self._radius == math.inf:
+            return None
+        scale = math.sqrt(elements / self._elements)
+        return Clipped(clip(own, theirs, self._radius * scale).distance / scale, self._radius)
 
 
 def _phase(slot: Slot, phase: str) -> Slot:

@@ -1,5 +1,6 @@
 """One exchange: partners from the topology, a trade with them, and the mix that comes of it."""
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from gasloc import mixing, topology
 from gasloc.all_reduce import Trades, all_reduce
+from gasloc.clipping import Clipped, clip
 from peers.exchange import Answer, Offer, PeerId, Slot, Swap, Tensors
 
 
@@ -57,13 +59,22 @@ class Exchanged:
     """Mixes for which there was somebody to trade with."""
     mixes_done: int
     """Mixes into which at least one partner's parameters went."""
+    clips: tuple[tuple[PeerId, Clipped], ...] = ()
+    """How far each partner was in each trade, in the order of trades; empty where the radius is infinite."""
 
 
 def exchange(
-    network: Network, plan: Plan, phi: Tensors, slot: Slot, *, members: Collection[PeerId], note: Mapping[str, float]
+    network: Network,
+    plan: Plan,
+    phi: Tensors,
+    slot: Slot,
+    *,
+    members: Collection[PeerId],
+    note: Mapping[str, float],
+    radius: float = math.inf,
 ) -> Exchanged:
     """`exchanging`, with its trades made over `network`; blocks."""
-    trades = exchanging(network.me, plan, phi, slot, members=members, note=note)
+    trades = exchanging(network.me, plan, phi, slot, members=members, note=note, radius=radius)
     try:
         part, offers = next(trades)
         while True:
@@ -74,7 +85,14 @@ def exchange(
 
 
 def exchanging(
-    me: PeerId, plan: Plan, phi: Tensors, slot: Slot, *, members: Collection[PeerId], note: Mapping[str, float]
+    me: PeerId,
+    plan: Plan,
+    phi: Tensors,
+    slot: Slot,
+    *,
+    members: Collection[PeerId],
+    note: Mapping[str, float],
+    radius: float = math.inf,
 ) -> Trades[Exchanged]:
     """Mixes `phi` (named tensors, only read) with the partners that `plan` draws among `members`.
 
@@ -83,23 +101,28 @@ def exchanging(
     `slot.mix` counts exchanges within the round; mix k of this one travels in slot `slot.mix * mixes + k`, which
     also draws its partners. A mix whose partners all fail is skipped, the others stand: the round's matrix is the
     product of those that came about. With nobody to trade with this returns at once.
+
+    Each partner's difference to oneself is clipped to `radius` first, in place in what was received; see
+    `gasloc.clipping`. Infinity is the plain average, and so is any radius that nobody exceeds, bit for bit.
     """
     mix: Mapping[str, Tensor] = phi
     swaps: dict[PeerId, Swap] = {}
     partners: list[PeerId] = []
+    clips: list[tuple[PeerId, Clipped]] = []
     tried = done = 0
     for index in range(slot.mix * plan.mixes, (slot.mix + 1) * plan.mixes):
         weights = topology.row(
             plan.topology, round=slot.round, members={*members, me}, me=me, seed=plan.seed, mix=index
         )
-        mix, answers = yield from _mix_once(me, plan, mix, weights, replace(slot, mix=index), note)
+        mix, answers, clipped = yield from _mix_once(me, plan, mix, weights, replace(slot, mix=index), note, radius)
+        clips += clipped
         came = [peer for peer, swap in answers.items() if swap.tensors is not None]
         tried += bool(answers)
         done += bool(came)
         partners += [peer for peer in came if peer not in partners]
         for peer, swap in answers.items():
             swaps[peer] = joined(swaps[peer], swap) if peer in swaps else replace(swap, tensors=None)
-    return Exchanged(mix, swaps, tuple(partners), tried, done)
+    return Exchanged(mix, swaps, tuple(partners), tried, done, tuple(clips))
 
 
 def _mix_once(
@@ -109,15 +132,17 @@ def _mix_once(
     weights: Mapping[PeerId, float],
     slot: Slot,
     note: Mapping[str, float],
-) -> Trades[tuple[Mapping[str, Tensor], Mapping[PeerId, Swap]]]:
+    radius: float,
+) -> Trades[tuple[Mapping[str, Tensor], Mapping[PeerId, Swap], list[tuple[PeerId, Clipped]]]]:
     if plan.topology == "all-to-all" and len(weights) > 2:
-        reduced = yield from all_reduce(phi, weights, me, slot, note=note)
-        return reduced.mix, reduced.swaps
+        reduced = yield from all_reduce(phi, weights, me, slot, note=note, radius=radius)
+        return reduced.mix, reduced.swaps, reduced.clips
     offers = {peer: Offer(send=phi, note=note) for peer, weight in weights.items() if peer != me and weight > 0}
     # with no offers this returns at once, and lets others be told which round we are at
     swaps = yield slot, offers
     received = {peer: swap.tensors for peer, swap in swaps.items() if swap.tensors is not None}
-    return (mixing.mix(phi, received, weights, me) if received else phi), swaps
+    clips = [(peer, clip(phi, tensors, radius)) for peer, tensors in received.items() if radius < math.inf]
+    return (mixing.mix(phi, received, weights, me) if received else phi), swaps, clips
 
 
 def joined(first: Swap, second: Swap) -> Swap:

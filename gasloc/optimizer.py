@@ -16,16 +16,16 @@ With `topology="syncer"` the model is a learner of Decoupled DiLoCo instead: see
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, overload
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gasloc import clipping, mixing, named_state, rounds
 from gasloc import fragments as fragmentation
-from gasloc import mixing, named_state, rounds
 from gasloc import topology as topologies
 from gasloc.errors import ModelError, RunError, UsageError
 from gasloc.gossip import Exchanged, Network, Plan, exchange, joined
@@ -39,6 +39,8 @@ __all__ = ["GaslocOptimizer", "Network", "RoundResult", "SyncerLink", "default_o
 
 _LAST = 0
 """The fragment at offset 0: due after the last step of the round, and the only one without fragments."""
+_MOST_ROLLBACKS = 3
+"""The rollback in a row, without a whole round between them, that ends the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,14 @@ class RoundResult:
     bytes_received: int
     next_round: int
     next_reason: str
+    radius: float | None = None
+    """How far from phi a partner may be before it is clipped, in the last exchange; None where nobody was measured."""
+    excess: float | None = None
+    """The farthest partner's distance in units of its radius; above 1 it was clipped. None as above."""
+    clipped: Mapping[PeerId, float] = field(default_factory=dict)
+    """Those that were clipped, with their largest excess."""
+    rolled_back: int = 0
+    """How often this peer put its own state back, since it was not finite."""
 
     @property
     def tried(self) -> bool:
@@ -115,6 +125,13 @@ class GaslocOptimizer(Optimizer):
     learners by `step_tokens`, the tokens of one local step; it may be changed at any time. Buffers stay local.
     While there is no syncer, the learner trains on.
 
+    `mixing="clipped"` shortens partners' differences to a radius from recent history before they are mixed
+    (`gasloc.clipping`), so that nobody can pull this peer far; nothing changes, bit for bit, while all are near.
+    `"average"` takes everything that is finite as it comes.
+
+    Parameters that are not finite when they are due are put back as they were at the round's start, and the round
+    goes on; see `roll_back`.
+
     Raises `UsageError` for an unknown topology, counts below 1 or more fragments than tensors or steps, and
     `ModelError` where `inner` holds a parameter that is not of `model` or `model` has nothing to train.
     """
@@ -134,12 +151,14 @@ class GaslocOptimizer(Optimizer):
         grace_s: float = 10.0,
         overlap_steps: int = 2,
         step_tokens: float = 1.0,
+        mixing: Literal["clipped", "average"] = "clipped",
         on_round: Callable[[RoundResult], None] | None = None,
     ) -> None:
-        _check(topology, local_steps, mixes)
+        _check(topology, local_steps, mixes, mixing)
         fragmentation.offsets(fragments, local_steps)
         super().__init__(inner.param_groups, inner.defaults)
         self.inner = inner
+        self._inner_starts_empty = not inner.state
         self._share_groups(inner)
         # torch replaces the groups when it loads; ours must stay the same objects
         inner.register_load_state_dict_post_hook(self._share_groups)
@@ -159,6 +178,10 @@ class GaslocOptimizer(Optimizer):
         self._anchor = self._replica.parameters()
         self._buffers = self._replica.buffers()
         self._parts = _cut(self._anchor, fragments, outer or default_outer)
+        self._clipping = mixing == "clipped"
+        self._histories: list[tuple[float, ...]] = [()] * len(self._parts)
+        """Accepted distances of each fragment, the latest last; see `gasloc.clipping.radius`."""
+        self._rollbacks_in_row = 0
         self._link = _syncer_link(topology, network)
         self._learner = Learner([part.names for part in self._parts], self._link) if self._link else None
         self._begin_round()
@@ -176,7 +199,7 @@ class GaslocOptimizer(Optimizer):
 
         Then blocks for the exchange, up to the grace and the transfer itself, and sets gradients to None.
         Without fragments all is due after the round's last step. Raises `RunError`, before anything is sent,
-        when the parameters are not finite.
+        when the parameters are not finite for the third time in a row.
         """
         loss = self.inner.step(closure) if closure is not None else self.inner.step()
         self.local_step += 1
@@ -198,6 +221,38 @@ class GaslocOptimizer(Optimizer):
         """Clears the gradients, as `inner` does."""
         self.inner.zero_grad(set_to_none)
 
+    @torch.no_grad()
+    def roll_back(self, why: str) -> None:
+        """Puts the model back as it was at the round's start, and empties the inner optimizer's state.
+
+        For a state that is no longer finite, which `step` looks for where parameters are due; a loop of one's own
+        may call it at once where its loss is not finite. The moments are emptied, not restored: what made the
+        parameters infinite is in them too, and a copy would cost twice the model. The local steps of the round so
+        far are lost but counted, so the round goes on and nobody waits for this peer. Raises `RunError` with
+        `why` at the third time without a round between that needed none.
+        """
+        self._rollbacks_in_row += 1
+        if self._rollbacks_in_row >= _MOST_ROLLBACKS:
+            raise RunError(
+                f"round {self.round}: {why}, for the {_MOST_ROLLBACKS}rd time in a row; "
+                "lower the learning rate and resume from the last checkpoint"
+            )
+        self._rollbacks.append(why)
+        self._replica.assign(self._anchor, self._buffers)
+        self._reset_inner()
+        self.inner.zero_grad(set_to_none=True)
+
+    def _reset_inner(self) -> None:
+        if self._inner_starts_empty:  # it makes its state when it needs it
+            self.inner.state.clear()
+            return
+        for state in self.inner.state.values():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    value.zero_()
+                elif isinstance(value, int | float):
+                    state[key] = type(value)(0)
+
     def settle(self, timeout_s: float) -> None:
         """As a learner, waits for what is with the syncer, for at most `timeout_s`, and takes it.
 
@@ -218,6 +273,9 @@ class GaslocOptimizer(Optimizer):
         self._exchanged: list[Exchanged] = []
         self._exchange_s = 0.0
         self._moved_squared = self._size_squared = 0.0
+        self._radius: float | None = None
+        self._radius_reason = ""
+        self._rollbacks: list[str] = []
 
     @torch.no_grad()
     def _mixed(self, index: int) -> Tensors:
@@ -229,14 +287,20 @@ class GaslocOptimizer(Optimizer):
         return self._trade(index, phi) if self._network is not None else phi
 
     def _moved(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """phi of these names. Raises `RunError` where it is not finite."""
-        phi = _only(names, self._replica.moved(self._anchor))
-        for name, tensor in phi.items():
-            if not tensor.isfinite().all():
-                raise RunError(
-                    f"round {self.round}: '{name}' of the model is no longer finite, so nothing was sent; "
-                    "lower the learning rate and resume from the last checkpoint"
-                )
+        """phi of these names; after a rollback where it was not finite."""
+        wanted = tuple(names)
+        phi = _only(wanted, self._replica.moved(self._anchor))
+        broken = _not_finite(phi)
+        if broken is None:
+            return phi
+        self.roll_back(f"'{broken}' of the model is no longer finite")
+        phi = _only(wanted, self._replica.moved(self._anchor))
+        broken = _not_finite(phi)
+        if broken is not None:
+            raise RunError(
+                f"round {self.round}: '{broken}' was not finite at the round's start already, so nothing was sent; "
+                "resume from the last checkpoint"
+            )
         return phi
 
     @torch.no_grad()
@@ -264,8 +328,9 @@ class GaslocOptimizer(Optimizer):
     def _take_merges(self, learner: Learner) -> None:
         if not learner.arrived():
             return
+        current = self._moved(self._anchor)  # the progress since is kept, so it must be finite
         with self._lock:
-            values = learner.take(self._replica.moved(self._anchor))
+            values = learner.take(current)
             for name, value in values.items():
                 self._anchor[name].copy_(value)
         self._replica.assign(values, {})
@@ -281,18 +346,24 @@ class GaslocOptimizer(Optimizer):
             swaps=outcome.swaps,
             mixes_tried=outcome.reported,
             mixes_done=outcome.merged,
-            reason=outcome.reason,
+            reason=outcome.reason + _rollback_words(self._rollbacks),
             distance=outcome.distance,
             exchange_s=self._exchange_s,
             bytes_sent=sum(swap.bytes_sent for swap in outcome.swaps.values()),
             bytes_received=sum(swap.bytes_received for swap in outcome.swaps.values()),
             next_round=next_round,
             next_reason=next_reason,
+            rolled_back=len(self._rollbacks),
         )
+        self._count_rollbacks()
         with self._lock:
             self.round, self.local_step = next_round, 0
         self._begin_round()
         return result
+
+    def _count_rollbacks(self) -> None:
+        if not self._rollbacks:
+            self._rollbacks_in_row = 0
 
     @torch.no_grad()
     def _take_outer_step(self, index: int, mix: Tensors) -> None:
@@ -309,6 +380,7 @@ class GaslocOptimizer(Optimizer):
         phase = f"fragment-{index}-" if len(self._parts) > 1 else ""
         # fragments are due in the order 1, 2, ..., and 0 at the end
         turn = (index - 1) % len(self._parts)
+        radius = self._choose_radius(index, phi) if self._clipping else math.inf
         exchanged = exchange(
             self._network,
             self._plan,
@@ -316,20 +388,32 @@ class GaslocOptimizer(Optimizer):
             Slot(self.round, turn, phase),
             members=self._network.members(self.round),
             note={"local_steps": float(self.local_step)},
+            radius=radius,
         )
         self._exchange_s += time.perf_counter() - started
         self._exchanged.append(exchanged)
+        self._histories[index] = clipping.remembered(self._histories[index], [clip for _, clip in exchanged.clips])
         if exchanged.mixes_done:
             size_squared = mixing.squared_norm(phi)
             self._moved_squared += mixing.distance(phi, exchanged.mix) ** 2 * size_squared
             self._size_squared += size_squared
         return exchanged.mix
 
+    def _choose_radius(self, index: int, phi: Tensors) -> float:
+        start = _only(phi, {**self._anchor, **self._buffers})
+        self._radius, self._radius_reason = clipping.radius(self._histories[index], clipping.apart(start, phi))
+        return self._radius
+
     def _end_round(self, mix: Tensors) -> RoundResult:
         swaps: dict[PeerId, Swap] = {}
         for exchanged in self._exchanged:
             for peer, swap in exchanged.swaps.items():
                 swaps[peer] = joined(swaps[peer], swap) if peer in swaps else swap
+        measured = [clip for exchanged in self._exchanged for clip in exchanged.clips]
+        clipped: dict[PeerId, float] = {}
+        for peer, clip in measured:
+            if clip.shortened:
+                clipped[peer] = max(clip.excess, clipped.get(peer, 0.0))
         others = self._network.others_rounds() if self._network else []
         next_round, next_reason = rounds.next_round(self.round, others)
         tried = sum(exchanged.mixes_tried for exchanged in self._exchanged)
@@ -341,19 +425,30 @@ class GaslocOptimizer(Optimizer):
             swaps=swaps,
             mixes_tried=tried,
             mixes_done=done,
-            reason=_words(swaps, alone=self._network is None),
+            reason=_words(swaps, alone=self._network is None)
+            + self._clip_words(clipped)
+            + _rollback_words(self._rollbacks),
             distance=(self._moved_squared / self._size_squared) ** 0.5 if self._size_squared else None,
             exchange_s=self._exchange_s,
             bytes_sent=sum(swap.bytes_sent for swap in swaps.values()),
             bytes_received=sum(swap.bytes_received for swap in swaps.values()),
             next_round=next_round,
             next_reason=next_reason,
+            radius=self._radius if measured else None,
+            excess=max((clip.excess for _, clip in measured), default=None),
+            clipped=clipped,
+            rolled_back=len(self._rollbacks),
         )
+        self._count_rollbacks()
         with self._lock:
             self._take_outer_step(_LAST, mix)
             self.round, self.local_step = next_round, 0
         self._begin_round()
         return result
+
+    def _clip_words(self, clipped: Mapping[PeerId, float]) -> str:
+        far = ", ".join(f"{peer} at {excess:.3g}" for peer, excess in sorted(clipped.items()))
+        return f"; clipped {far} times the radius, {self._radius:.3g}: {self._radius_reason}" if far else ""
 
     def snapshot(self) -> tuple[int, dict[str, Tensor]]:
         """This round and its state, for a newcomer: `anchor/NAME`, `buffer/NAME`, `outer/KEY/NAME`.
@@ -475,11 +570,13 @@ class GaslocOptimizer(Optimizer):
         self.state = inner.state
 
 
-def _check(topology: str, local_steps: int, mixes: int) -> None:
+def _check(topology: str, local_steps: int, mixes: int, mixing: str) -> None:
     if local_steps < 1:
         raise UsageError(f"local_steps = {local_steps}: a round has at least 1 local step")
     if mixes < 1:
         raise UsageError(f"mixes = {mixes}: an exchange has at least 1")
+    if mixing not in ("clipped", "average"):
+        raise UsageError(f"mixing = '{mixing}' is unknown: choose 'clipped' or 'average'")
     if topology != "syncer":
         topologies.row(topology, round=0, members=[""], me="", seed=0)
 
@@ -536,6 +633,14 @@ def _check_layout(kind: str, ours: Tensors, theirs: Tensors) -> None:
                 f"{kind} '{name}' is {tuple(own.shape)} {own.dtype} in this model, "
                 f"{tuple(their.shape)} {their.dtype} in the state"
             )
+
+
+def _not_finite(tensors: Tensors) -> str | None:
+    return next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None)
+
+
+def _rollback_words(rollbacks: Sequence[str]) -> str:
+    return "".join(f"; rolled back to the round's start: {why}" for why in rollbacks)
 
 
 def _only(names: Iterable[str], tensors: Tensors) -> dict[str, Tensor]:

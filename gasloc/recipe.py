@@ -86,6 +86,8 @@ class ExchangeConfig(_Section):
     codec: Literal["fp32", "fp16", "bf16"] = "fp32"
     grace_s: float = Field(10.0, gt=0, le=3_600)
     """How long a peer waits for a partner that is not yet at its round, seconds."""
+    mixing: Literal["clipped", "average"] = "clipped"
+    """`clipped`: a partner pulls this peer no further than a radius from recent history. See `gasloc.clipping`."""
 
 
 class SyncerConfig(_Section):

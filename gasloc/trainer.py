@@ -12,7 +12,7 @@ import torch
 
 from gasloc import checkpoint, inner, model, sampler
 from gasloc.corpus import Corpus
-from gasloc.errors import CheckpointError, RunError
+from gasloc.errors import CheckpointError
 from gasloc.events import (
     CheckpointSaved,
     Evaluation,
@@ -88,6 +88,7 @@ class Trainer:
             grace_s=recipe.exchange.grace_s,
             overlap_steps=recipe.syncer.overlap_steps,
             step_tokens=recipe.inner.batch_size * recipe.model.context_length,
+            mixing=recipe.exchange.mixing,
             on_round=self._end_round,
         )
         self._held_out = sampler.evaluation_batches(
@@ -112,8 +113,8 @@ class Trainer:
     def run(self) -> None:
         """Trains until the last round or until told to stop; a checkpoint is saved in either case.
 
-        Raises `RunError` for a loss that is not finite, and passes on what the network raises; then too the
-        last whole state is saved first, unless it is the state that is broken.
+        A loss or parameters that are not finite put the replica back at its round's start; the third time in a row
+        raises `RunError`. Passes on what the network raises, after the last whole state was saved.
         """
         self._round_started = self._started = self._saved = time.monotonic()
         if self.optimizer.local_step == 0:
@@ -156,10 +157,8 @@ class Trainer:
             loss = self.model.loss(inputs.to(self._device), targets.to(self._device))
         value = float(loss.detach())
         if not math.isfinite(value):
-            raise RunError(
-                f"the loss is {value} at step {self.step} of round {optimizer.round}; "
-                "lower inner.learning_rate in the recipe, or resume from the last checkpoint"
-            )
+            self._skip_step(f"the loss is {value} at step {self.step}")
+            return
         torch.autograd.backward(loss)
         inner.clip(self.model, recipe.inner)
         self.step += 1
@@ -168,6 +167,12 @@ class Trainer:
         self._loss_count += 1
         optimizer.step()
         optimizer.zero_grad()
+
+    def _skip_step(self, why: str) -> None:
+        """Goes back to the round's start, and on with the next batch. Raises `RunError` at the third time in a row."""
+        self.optimizer.roll_back(why)
+        self._emit(Warned(f"{why}: back at the start of round {self.optimizer.round}"))
+        self.step += 1
 
     def _end_round(self, result: RoundResult) -> None:
         now = time.monotonic()

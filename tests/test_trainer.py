@@ -208,12 +208,36 @@ def test_a_loss_that_is_not_finite_is_a_plain_error(runs: Runs, tmp_path: Path, 
         emit=runs.events.append,
         stop=threading.Event(),
     )
-    with torch.no_grad():
-        trainer.model.norm.weight.fill_(float("nan"))
+    trainer.model.norm.register_forward_hook(lambda module, inputs, output: output * float("nan"))
 
-    with pytest.raises(RunError, match=r"^the loss is nan at step 0 of round 0; lower inner\.learning_rate"):
+    with pytest.raises(RunError, match=r"^round 0: the loss is nan at step 2, for the 3rd time in a row; lower the"):
         trainer.run()
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_single_loss_that_is_not_finite_costs_the_rounds_steps_and_nothing_else(
+    runs: Runs, tmp_path: Path, text: Corpus
+) -> None:
+    recipe = tiny_recipe()
+    trainer = Trainer(
+        recipe,
+        text,
+        peer_id="peer",
+        folder=tmp_path,
+        device=torch.device("cpu"),
+        emit=runs.events.append,
+        stop=threading.Event(),
+    )
+    with torch.no_grad():
+        trainer.model.norm.weight.fill_(float("nan"))
+    trainer.run()
+    warnings = [event.message for event in runs.events if isinstance(event, Warned)]
+    assert warnings == ["the loss is nan at step 0: back at the start of round 0"]
+    rounds = [event for event in runs.events if isinstance(event, Round)]
+    assert [event.round for event in rounds] == list(range(recipe.rounds))
+    assert "rolled back to the round's start: the loss is nan at step 0" in rounds[0].reason
+    assert rounds[-1].loss < rounds[0].loss
+    assert trainer.step == recipe.total_steps + 1
 
 
 def test_a_checkpoint_of_another_recipe_is_refused(runs: Runs, tmp_path: Path) -> None:

@@ -1,0 +1,139 @@
+"""Self-centred clipping: how far one partner may pull this peer in one mix.
+
+ClippedGossip (He, Karimireddy and Jaggi, 2022, arXiv 2202.01545): the mix is taken of differences to oneself, each
+shortened to at most a radius tau_i before it is weighted,
+
+    mix_i = phi_i + sum_j W_ij clip(phi_j - phi_i, tau_i),      clip(d, tau) = d * min(1, tau / ||d||)
+
+so one partner moves a peer by at most `W_ij tau_i` whatever it sends. Lengths are over the whole state that travels,
+in the parameters' own unit, and accumulate in float64.
+
+The radius is `FACTOR` times the longer of two lengths: this peer's own movement in the round, `||phi_i - theta_i||`,
+and the median of the last `HISTORY` accepted differences, each at most the radius of its time. In a healthy swarm
+partners lie about 1.4 own movements apart (two unlike movements from nearly one start), and nothing is clipped. The
+movement gives a radius from the first round on. The median gives room to honest differences that one's own movement
+does not show: partners with other data, or with many more local steps than ours. Where those exceed the first radius
+they are shortened at first, and each accepted length widens the next radius, so within a few rounds they pass whole.
+Liars widen it too once they are half of the trades in the history; that many are not defended against.
+
+What it does not do: a liar inside the radius still pulls, by `W_ij tau_i` a round. And clipping is one-sided, so in a
+round in which it acts the mean of all replicas is not kept.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gasloc.mixing import check_layout
+
+_Tensors = Mapping[str, Tensor]
+
+FACTOR = 3.0
+"""The radius in units of the longer of own movement and median distance."""
+HISTORY = 16
+"""Accepted distances that the median is taken of, the latest."""
+
+_CHUNK = 1 << 20
+"""Elements whose difference is held at a time."""
+_TINY = 1e-30
+"""Below this a factor is applied in two halves, since float32 ends at 1e-38."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clipped:
+    """What came of one partner's difference."""
+
+    distance: float
+    """||theirs - own|| as it came; not finite where theirs was not, or out of all bounds."""
+    radius: float
+
+    @property
+    def shortened(self) -> bool:
+        """Whether anything was changed."""
+        return not self.distance <= self.radius
+
+    @property
+    def excess(self) -> float:
+        """The distance in units of the radius; above 1 where it was shortened."""
+        if not self.shortened:
+            return self.distance / self.radius if self.radius > 0 else 0.0
+        return self.distance / self.radius if self.radius > 0 and math.isfinite(self.distance) else math.inf
+
+    @property
+    def accepted(self) -> float:
+        """The length that was mixed in."""
+        return self.radius if self.shortened else self.distance
+
+
+def radius(history: Sequence[float], own_movement: float) -> tuple[float, str]:
+    """The radius for one exchange, and why, in words.
+
+    `history`: accepted distances (`Clipped.accepted`), oldest first, of which the last `HISTORY` count;
+    `own_movement`: `||phi - theta||` of this round. Both over the same tensors. Without any movement or history
+    there is nothing to measure by, and the radius is 0: only equals are mixed in. Raises `ValueError` for a length
+    that is negative or not finite.
+    """
+    recent = history[-HISTORY:]
+    for length in (*recent, own_movement):
+        if not (math.isfinite(length) and length >= 0):
+            raise ValueError(f"a length of {length}: lengths are finite and not negative")
+    median = statistics.median(recent) if recent else 0.0
+    if own_movement == median == 0:
+        return 0.0, "this peer did not move and has no history, so there is nothing to measure by"
+    if own_movement >= median:
+        return FACTOR * own_movement, f"{FACTOR:g} times our own movement of {own_movement:.3g}"
+    return FACTOR * median, f"{FACTOR:g} times {median:.3g}, the median of the last {len(recent)} distances"
+
+
+def remembered(history: Sequence[float], clips: Sequence[Clipped]) -> tuple[float, ...]:
+    """The history with these trades' accepted distances, cut to the last `HISTORY`.
+
+    A radius of 0 stood for ignorance, and a distance that is not finite for garbage: neither is a measurement.
+    """
+    accepted = [each.accepted for each in clips if each.radius > 0 and math.isfinite(each.distance)]
+    return (*history, *accepted)[-HISTORY:]
+
+
+@torch.no_grad()
+def clip(own: _Tensors, theirs: _Tensors, radius: float) -> Clipped:
+    """Moves `theirs`, in place, to at most `radius` from `own`; not a bit of it changes where it is as near already.
+
+    For float32 and float64; `own` is only read. Up to rounding the direction is kept. What is not finite, or so far
+    that its distance is not, is replaced by `own`. Memory: a few MiB. Raises `ModelError` where layouts differ, and
+    `ValueError` for a radius that is negative or not a number.
+    """
+    if not radius >= 0:
+        raise ValueError(f"a radius of {radius}: a radius is not negative")
+    check_layout(own, theirs, of="a partner")
+    result = Clipped(apart(own, theirs), radius)
+    if result.shortened:
+        factor = radius / result.distance if math.isfinite(result.distance) else 0.0
+        for name, tensor in theirs.items():
+            _shorten(tensor, own[name].to(tensor), factor)
+    return result
+
+
+@torch.no_grad()
+def apart(left: _Tensors, right: _Tensors) -> float:
+    """`||right - left||` over the tensors of `left`, accumulated in float64. Memory: a few MiB."""
+    squares = 0.0
+    for name, tensor in left.items():
+        both = torch.split(tensor.reshape(-1), _CHUNK), torch.split(right[name].reshape(-1), _CHUNK)
+        for mine, theirs in zip(*both, strict=True):
+            length = float(torch.linalg.vector_norm(theirs.to(mine) - mine, dtype=torch.float64))
+            squares += length * length
+    return math.sqrt(squares)
+
+
+def _shorten(theirs: Tensor, own: Tensor, factor: float) -> None:
+    """theirs = own + factor * (theirs - own), without a difference that could overflow."""
+    if factor == 0:
+        theirs.copy_(own)
+    elif factor < _TINY:
+        theirs.mul_(math.sqrt(factor)).mul_(math.sqrt(factor)).add_(own)
+    else:
+        theirs.mul_(factor).add_(own, alpha=1 - factor)
