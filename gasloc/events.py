@@ -103,6 +103,14 @@ class Round:
     bytes_received: int
     exchange_s: float
     seconds: float
+    radius: float | None = None
+    """How far from phi a partner may be before it is clipped; None where nobody was measured."""
+    excess: float | None = None
+    """The farthest partner's distance in units of the radius; above 1 it was clipped. None as above."""
+    clipped: tuple[str, ...] = ()
+    """Partners that were clipped."""
+    rolled_back: int = 0
+    """How often this peer put its own state back, since it was not finite."""
 
 
 @dataclass(frozen=True, slots=True)

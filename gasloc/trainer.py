@@ -201,6 +201,10 @@ class Trainer:
                 bytes_received=result.bytes_received,
                 exchange_s=result.exchange_s,
                 seconds=seconds,
+                radius=result.radius,
+                excess=result.excess,
+                clipped=tuple(sorted(result.clipped)),
+                rolled_back=result.rolled_back,
             )
         )
         if self._swarm is not None and not self._stop.is_set():

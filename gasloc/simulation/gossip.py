@@ -4,12 +4,14 @@ The trades are those of `gasloc.gossip`, which the trainer makes too; only who w
 """
 
 import asyncio
+import math
 from collections.abc import Sequence
 
-from gasloc import fragments, mixing
+from gasloc import clipping, fragments, mixing
 from gasloc.all_reduce import T, Trades
 from gasloc.gossip import Exchanged, Plan, exchanging
 from gasloc.simulation.life import catch_up
+from gasloc.simulation.rules import Gasloc
 from gasloc.simulation.worker import Worker
 from peers.exchange import Exchange, Slot, Tensors
 
@@ -43,14 +45,30 @@ async def _mix(worker: Worker, parts: Sequence[int], turn: int) -> None:
     world = worker.world
     sent = [worker.rule.sent(part) for part in parts]
     phi = {name: tensor for part in sent for name, tensor in part.items()}
-    exchanged = await exchange(worker, phi, Slot(worker.round, turn), graph=world.graph, mixes=world.recipe.mixes)
+    slot = Slot(worker.round, turn)
+    radius = _radius(worker, tuple(parts), phi)
+    exchanged = await exchange(worker, phi, slot, graph=world.graph, mixes=world.recipe.mixes, radius=radius)
+    known = worker.histories.get(tuple(parts), ())
+    worker.histories[tuple(parts)] = clipping.remembered(known, [clip for _, clip in exchanged.clips])
     if exchanged.mixes_done:
         worker.traffic.distances.append(mixing.distance(phi, exchanged.mix))
     for part, tensors in zip(parts, sent, strict=True):
         worker.rule.take(part, {name: exchanged.mix[name] for name in tensors})
 
 
-async def exchange(worker: Worker, phi: Tensors, slot: Slot, *, graph: str, mixes: int = 1) -> Exchanged:
+def _radius(worker: Worker, parts: tuple[int, ...], phi: Tensors) -> float:
+    """As `gasloc.optimizer` chooses it; infinite for the other rules, which take the plain average."""
+    rule = worker.rule
+    if worker.world.recipe.exchange.mixing == "average" or not isinstance(rule, Gasloc):
+        return math.inf
+    start = {name: tensor for part in parts for name, tensor in rule.start(part).items()}
+    value, _ = clipping.radius(worker.histories.get(parts, ()), clipping.apart(start, phi))
+    return value
+
+
+async def exchange(
+    worker: Worker, phi: Tensors, slot: Slot, *, graph: str, mixes: int = 1, radius: float = math.inf
+) -> Exchanged:
     """One exchange with those in sight, counted in the worker's traffic."""
     recipe = worker.world.recipe
     plan = Plan(graph, recipe.seed, mixes, recipe.exchange.grace_s)
@@ -58,11 +76,18 @@ async def exchange(worker: Worker, phi: Tensors, slot: Slot, *, graph: str, mixe
     began_s = loop.time()
     members = worker.world.members(worker)
     trades = exchanging(
-        worker.peer, plan, phi, slot, members=members, note={"local_steps": float(worker.steps_of_round)}
+        worker.peer,
+        plan,
+        phi,
+        slot,
+        members=members,
+        note={"local_steps": float(worker.steps_of_round)},
+        radius=radius,
     )
     exchanged = await traded(worker.exchange, trades, timeout_s=plan.grace_s)
     worker.traffic.exchange_s += loop.time() - began_s
     worker.traffic.add(exchanged.swaps)
+    worker.traffic.clips += exchanged.clips
     worker.traffic.partners |= dict.fromkeys(exchanged.partners)
     return exchanged
 

@@ -49,6 +49,10 @@ class Gasloc:
     def sent(self, part: int) -> dict[str, Tensor]:
         return {name: self._parameters[name] for name in self._anchors[part]}
 
+    def start(self, part: int) -> Tensors:
+        """What `sent` was at the round's start. To be read only."""
+        return self._anchors[part]
+
     def take(self, part: int, mix: Tensors) -> None:
         self._steps[part].step(mix)
         assign(self._parameters, self._anchors[part])

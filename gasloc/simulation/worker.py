@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from gasloc import pacing, rounds
+from gasloc.clipping import Clipped
 from gasloc.events import Evaluation, Event, Round
 from gasloc.inner import learning_rate
 from gasloc.simulation.conditions import Conditions
@@ -27,6 +28,7 @@ class Traffic:
     failures: dict[str, None] = field(default_factory=dict)
     tried: bool = False
     distances: list[float] = field(default_factory=list)
+    clips: list[tuple[PeerId, Clipped]] = field(default_factory=list)
     bytes_sent: int = 0
     bytes_received: int = 0
     exchange_s: float = 0.0
@@ -75,6 +77,8 @@ class Worker:
         """As the others know it: nothing before the first round's end."""
         self.steps_of_round = world.recipe.local_steps
         self.traffic = Traffic()
+        self.histories: dict[tuple[int, ...], tuple[float, ...]] = {}
+        """Accepted distances by fragments exchanged together; see `gasloc.clipping`."""
         self._began_s = 0.0
         self._waits: list[asyncio.Future[None]] = []
 
@@ -175,6 +179,9 @@ class Worker:
                 bytes_received=traffic.bytes_received,
                 exchange_s=traffic.exchange_s,
                 seconds=seconds,
+                radius=traffic.clips[-1][1].radius if traffic.clips else None,
+                excess=max((clip.excess for _, clip in traffic.clips), default=None),
+                clipped=tuple(sorted({peer for peer, clip in traffic.clips if clip.shortened})),
             )
         )
         if self.over or self.round % recipe.evaluation.every_rounds == 0:
