@@ -10,7 +10,7 @@ import typer
 from typer.exceptions import TyperException
 
 from gasloc import environment
-from gasloc.commands import join, launch, recipe, simulate, start, status, syncer, version
+from gasloc.commands import doctor, join, launch, recipe, simulate, start, status, syncer, version
 from gasloc.errors import GaslocError, UsageError
 from peers.errors import AddressError, IdentityError, PeersError
 
@@ -28,6 +28,7 @@ app.command("syncer")(syncer.syncer)
 app.command("launch")(launch.launch)
 app.command("simulate")(simulate.simulate)
 app.command("status")(status.status)
+app.command("doctor")(doctor.doctor)
 app.command("version")(version.version)
 app.add_typer(recipe.app, name="recipe")
 

@@ -18,6 +18,7 @@ from rich.console import Console
 from gasloc import corpus, inner
 from gasloc.errors import GaslocError, UsageError
 from gasloc.events import EventLog, Failed, Joined, Listening, RunStarted, Stopped, Warned
+from gasloc.first_look import first_look
 from gasloc.recipe import SIMULATED_ONLY, Recipe, parse
 from gasloc.run_folder import RunFolder, StoredCard
 from gasloc.stop import Stop
@@ -61,7 +62,8 @@ def start(options: WorkerOptions, make_recipe: Callable[[Recipe | None], Recipe]
         check_live(recipe)
         if recipe.topology == "syncer":
             raise UsageError("recipe: topology = 'syncer': its syncer begins the run, with 'gasloc syncer'")
-        return Swarm.start(recipe, _peer_options(options, folder), run=stored.run if stored else None, stop=stop)
+        chosen = first_look(_peer_options(options, folder), stop)
+        return Swarm.start(recipe, chosen, run=stored.run if stored else None, stop=stop)
 
     return _run(options, open_swarm)
 
@@ -72,7 +74,7 @@ def join(options: WorkerOptions) -> int:
     def open_swarm(folder: RunFolder, stop: threading.Event) -> Swarm:
         stored = folder.read_card()
         expected = RunCard(stored.run, stored.digest, stored.document) if stored else None
-        swarm = Swarm.join(_peer_options(options, folder), expected=expected, stop=stop)
+        swarm = Swarm.join(first_look(_peer_options(options, folder), stop), expected=expected, stop=stop)
         try:
             check_live(swarm.recipe)
         except BaseException:

@@ -15,6 +15,8 @@ import re
 import signal
 import socket
 from collections import deque
+from collections.abc import Sequence
+from enum import Enum
 from typing import Any, Self
 
 import hivemind.hivemind_cli
@@ -40,7 +42,29 @@ _END_S = 3.0
 _IDLE_S = 15  # p2pd ends when nobody holds a connection to it for this long after its start
 _ANSWER_S = 5.0  # for what p2pd answers by itself, without the network
 
+_P2P_CODE = bytes.fromhex("a503")  # "p2p" and "p2p-circuit" in a binary multiaddress
+_CIRCUIT_CODE = bytes.fromhex("a202")
+_CIRCUIT = "/p2p-circuit"
+_RELAY_DATA_BYTES = 1 << 40
+_RELAY_TIME_S = 24 * 3600
+
 _log = logging.getLogger(__name__)
+
+
+class Role(Enum):
+    """What a p2pd does for others."""
+
+    MEMBER = "member"
+    """Listens, holds a part of the DHT, and relays for others where it finds that it can be dialled from anywhere."""
+    HIDDEN = "hidden"
+    """Cannot be dialled: holds no part of the DHT, and looks for relays to be dialled through."""
+    VISITOR = "visitor"
+    """Listens for a moment, to be looked at; holds no part of the DHT."""
+    CLIENT = "client"
+    """Listens nowhere."""
+    RELAY = "relay"
+    """Listens, holds a part of the DHT, and relays for others at once."""
+
 
 # hivemind's warnings are about its own inner life: they go where ours go, and no further than debug
 use_hivemind_log_handler("nowhere")
@@ -67,22 +91,23 @@ class Daemon:
         host: str,
         port: int,
         announce: tuple[str, ...] = (),
-        client_only: bool = False,
+        role: Role = Role.MEMBER,
+        relays: Sequence[Address] = (),
     ) -> Self:
         """Starts p2pd, listening on `host` and `port` (0: any free one).
 
         `announce`: public IPs or multiaddresses to tell others instead of what p2pd finds out; an IP needs a
-        port of our choosing. `client_only`: listens nowhere and serves nobody's DHT or relay.
+        port of our choosing. `relays`: peers that may relay for us, where we are hidden.
         Raises `AddressError` for what cannot be an address, and `DaemonError` with p2pd's reason when it does
         not start; nothing is left of it then.
         """
         where = listening(host, port)
         told = [announced(entry, port) for entry in announce]
-        if port and not client_only:
-            _check_free(host, port)
+        if port and role is not Role.CLIENT:
+            check_free(host, port)
         sweep()
         sockets = Sockets()
-        words = _command(identity, sockets, where, told, client_only=client_only)
+        words = _command(identity, sockets, where, told, role, relays)
         environment = dict(os.environ, GOLOG_LOG_LEVEL="warn", GOLOG_LOG_FMT="json")
         try:
             child = await asyncio.create_subprocess_exec(
@@ -132,7 +157,7 @@ class Daemon:
             type=p2pd_pb2.Request.CONNECT,
             connect=p2pd_pb2.ConnectRequest(
                 peer=raw_peer_id(address.peer_id),
-                addrs=[Multiaddr(address.maddr).to_bytes()],
+                addrs=[to_binary(address.maddr)],
                 timeout=max(1, round(timeout_s)),
             ),
         )
@@ -146,6 +171,20 @@ class Daemon:
         writer.close()
         found = [str(Multiaddr(raw)) for raw in response.identify.addrs]
         return [f"{maddr}/p2p/{self.peer_id}" for maddr in best_first(found)]
+
+    async def connections(self, peer: PeerId) -> list[str]:
+        """The multiaddresses from which a peer is connected to us; without `/p2p/...`. Raises `DaemonError`."""
+        return (await self.connected()).get(peer, [])
+
+    async def connected(self) -> dict[PeerId, list[str]]:
+        """Every peer that is connected to us, and from which multiaddresses. Raises `DaemonError`."""
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS)
+        response, _, writer = await self.ask(request, _ANSWER_S)
+        writer.close()
+        found: dict[PeerId, list[str]] = {}
+        for info in response.peers:
+            found.setdefault(PeerID(info.id).to_base58(), []).extend(str(Multiaddr(raw)) for raw in info.addrs)
+        return found
 
     async def ask(self, request: Any, timeout_s: float) -> tuple[Any, asyncio.StreamReader, asyncio.StreamWriter]:
         """Sends p2pd one request; returns its answer, and the connection, which is the caller's to close.
@@ -238,23 +277,46 @@ class Daemon:
         return self._words[-1] if self._words else "none"
 
 
-def _command(identity: Identity, sockets: Sockets, where: str, told: list[str], *, client_only: bool) -> list[str]:
+def _command(
+    identity: Identity, sockets: Sockets, where: str, told: list[str], role: Role, relays: Sequence[Address]
+) -> list[str]:
     local = reach(where) is Reach.LOOPBACK
     with importlib.resources.as_file(importlib.resources.files(hivemind.hivemind_cli) / "p2pd") as program:
         words = [str(program)]
     words += [f"-id={identity.path}", f"-listen=/unix{sockets.control}", f"-idleTimeout={_IDLE_S}s"]
     words += ["-connManager=1", "-tls=1", "-relay=1"]
-    if client_only:
+    if role is Role.CLIENT:
         return [*words, "-dhtClient=1", "-noListenAddrs=1", "-natPortMap=0", "-autonat=0", "-relayService=0"]
-    words += ["-dhtServer=1", f"-hostAddrs={where}"]
+    words += ["-dhtServer=1" if role in (Role.MEMBER, Role.RELAY) else "-dhtClient=1", f"-hostAddrs={where}"]
     if told:
         words.append(f"-announceAddrs={','.join(told)}")
+    if role is Role.RELAY:
+        words += ["-forceReachabilityPublic=1", "-relayService=1", f"-relayTimeLimit={_RELAY_TIME_S}s"]
+        words += [f"-relayDataLimit={_RELAY_DATA_BYTES}", "-autonat=1"]
+        return [*words, "-natPortMap=0" if local else "-natPortMap=1"]
+    if role is Role.HIDDEN:
+        words += ["-forceReachabilityPrivate=1", "-relayService=0", "-autonat=0", "-natPortMap=0"]
+        if relays:
+            words += ["-autoRelay=1", f"-trustedRelays={','.join(str(relay) for relay in relays)}"]
+        return words
     if local:  # nothing of ours may leave this machine
         return [*words, "-natPortMap=0", "-autonat=0", "-relayService=0"]
+    if role is Role.VISITOR:
+        return [*words, "-natPortMap=1", "-autonat=0", "-relayService=0"]
     return [*words, "-natPortMap=1", "-autonat=1", "-autoRelay=1"]
 
 
-def _check_free(host: str, port: int) -> None:
+def to_binary(maddr: str) -> bytes:
+    """A multiaddress as p2pd takes it; hivemind writes a relay's peer id in a form that p2pd cannot read."""
+    direct, relay, relayed = maddr.partition("/p2p/")
+    raw: bytes = Multiaddr(direct).to_bytes()
+    if relay:
+        peer = raw_peer_id(relayed.removesuffix(_CIRCUIT))
+        raw += _P2P_CODE + bytes([len(peer)]) + peer + (_CIRCUIT_CODE if relayed.endswith(_CIRCUIT) else b"")
+    return raw
+
+
+def check_free(host: str, port: int) -> None:
     """Raises `DaemonError` where another process listens. p2pd itself would share the port with another p2pd."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:

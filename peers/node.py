@@ -13,11 +13,13 @@ from typing import Self
 
 from peers import contact, donor
 from peers.address import Reach, announced, parse, reach
+from peers.checks import TimeServer
 from peers.codec import CodecName
 from peers.contact import Contact
 from peers.courier import Courier
-from peers.daemon import Daemon
+from peers.daemon import Daemon, Role
 from peers.dht import Dht
+from peers.dialback import DialbackServer
 from peers.donor import Donor
 from peers.donor import RunCard as RunCard
 from peers.donor import Snapshot as Snapshot
@@ -27,6 +29,7 @@ from peers.identity import Identity
 from peers.libp2p import Libp2pTransport
 from peers.membership import LIFE_S, MAX_LIVES, Member, Membership, MemberState
 from peers.meter import Meter
+from peers.reachability import Standing
 from peers.stream_exchange import StreamExchange
 
 CLOCK_TOLERANCE_S = 2.0
@@ -55,8 +58,23 @@ class PeerOptions:
     """Full multiaddresses of members; one that answers is enough. None: begins a swarm of its own."""
     client_only: bool = False
     """Looks on: listens nowhere, publishes nothing, serves nothing."""
+    undialable: str = ""
+    """Why others cannot dial us; empty where they can. If set, our record says so, and we hold no DHT keys."""
+    relay: bool = False
+    """Relays for peers that cannot be dialled."""
+    cached_peers: tuple[str, ...] = ()
+    """Addresses at which the swarm was met before: tried now and then, and no harm if none answers."""
     patience_s: float = 5.0
     """How long initial peers that refuse the connection are tried again: they may be starting just now."""
+
+    @property
+    def role(self) -> Role:
+        """What our p2pd does for others."""
+        if self.client_only:
+            return Role.CLIENT
+        if self.relay:
+            return Role.RELAY
+        return Role.HIDDEN if self.undialable else Role.MEMBER
 
 
 class Peer:
@@ -106,18 +124,25 @@ class Peer:
                 host=options.host,
                 port=options.port,
                 announce=options.announce,
-                client_only=options.client_only,
+                role=options.role,
+                relays=[one for one in map(parse, options.initial_peers) if reach(one.maddr) is not Reach.RELAY],
             )
             stack.push_async_callback(daemon.close)
             peer_box: list[Self] = []
             transport = Libp2pTransport(daemon, lambda other: peer_box[0]._addresses_of(other))
             stack.push_async_callback(transport.close)
-            dht = await Dht.start(daemon, max_life_s=MAX_LIVES * LIFE_S, client_only=options.client_only)
+            holds_keys = options.role in (Role.MEMBER, Role.RELAY)
+            dht = await Dht.start(daemon, max_life_s=MAX_LIVES * LIFE_S, client_only=not holds_keys)
             stack.push_async_callback(dht.close)
             peer = cls(options, identity, daemon, transport, dht)
             peer_box.append(peer)
+            if not options.client_only:
+                await TimeServer(transport).start()
+                await DialbackServer(transport, daemon.connections).start()
             peer.addresses = await daemon.addresses()
             await peer._meet()
+            if options.undialable:
+                peer.warnings.append(f"others cannot dial this peer, so it dials them: {options.undialable}")
             peer._stack = stack.pop_all()
         peer._begin_ties()
         return peer
@@ -130,7 +155,13 @@ class Peer:
     @property
     def reachable(self) -> bool:
         """Whether others can dial us directly. p2pd gets itself relayed addresses when it finds that they cannot."""
-        return bool(self.addresses) and all(reach(address) is not Reach.RELAY for address in self.addresses)
+        told = not self._options.undialable and bool(self.addresses)
+        return told and all(reach(address) is not Reach.RELAY for address in self.addresses)
+
+    @property
+    def standing(self) -> Standing:
+        """How others can dial us."""
+        return Standing(self.reachable, any(reach(address) is Reach.RELAY for address in self.addresses))
 
     @property
     def exchange(self) -> StreamExchange:

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from peers.daemon import Daemon
+from peers.daemon import Daemon, Role
 from peers.identity import Identity
 from peers.node import Peer, PeerOptions
 
@@ -79,9 +79,8 @@ async def start_daemon(tmp_path: Path) -> AsyncIterator[StartDaemon]:
             name: str, *, port: int = 0, announce: tuple[str, ...] = (), client_only: bool = False
         ) -> Daemon:
             identity = Identity.load_or_create(tmp_path / f"{name}.key")
-            daemon = await Daemon.start(
-                identity, host="127.0.0.1", port=port, announce=announce, client_only=client_only
-            )
+            role = Role.CLIENT if client_only else Role.MEMBER
+            daemon = await Daemon.start(identity, host="127.0.0.1", port=port, announce=announce, role=role)
             stack.push_async_callback(daemon.close)
             return daemon
 
