@@ -25,6 +25,7 @@ from gasloc.delivery import Reporter
 from gasloc.entry import Source
 from gasloc.errors import GaslocError, RunError
 from gasloc.learner import Delivery, Report
+from gasloc.offences import Offences, SetAside
 from gasloc.optimizer import RoundResult
 from gasloc.recipe import Recipe, parse
 from peers.donor import Snapshot
@@ -45,6 +46,9 @@ START_WAIT_S = 60.0
 """How long `wait_for` waits."""
 MOST_STEPS = 4
 """A fast peer takes at most this many times the recipe's local steps in a round."""
+
+FAR_EXCESS = 10.0
+"""A partner that was clipped from so many radii counts as one that errs."""
 
 _SILENT = frozenset({Answer.UNREACHABLE, Answer.TIMEOUT, Answer.BROKEN})
 
@@ -91,6 +95,9 @@ class Swarm:
         self.card = card
         self.on_exchange: Callable[[Slot, tuple[PeerId, ...]], None] | None = None
         """Called before each exchange with its slot and its partners."""
+        self.on_set_aside: Callable[[PeerId, SetAside], None] | None = None
+        """Called when a peer that erred again is left alone for a while."""
+        self._offences = Offences()
         self._thread = thread
         self._peer = peer
         self._stop = stop
@@ -208,10 +215,11 @@ class Swarm:
 
     def members(self, round: int) -> set[PeerId]:
         """Those that may be paired in `round`, this peer included."""
+        barred = self._offences.barred(time.monotonic())
         near = {
             peer
             for peer, member in self._training().items()
-            if abs(member.status.round - round) <= self.recipe.stale_rounds
+            if abs(member.status.round - round) <= self.recipe.stale_rounds and peer not in barred
         }
         return near | {self.me}
 
@@ -232,12 +240,23 @@ class Swarm:
         except concurrent.futures.CancelledError:
             return {peer: Swap(Answer.STOPPED, "this peer was told to stop") for peer in offers}
         for peer, swap in swaps.items():
+            if swap.at_fault:
+                self._count_offence(peer, swap.reason)
             if swap.answer in _SILENT:
                 self._peer.membership.set_aside(peer, swap.reason)
             if swap.their_round is not None:
                 # fresher than its record, which we look at once a second
                 self._heard[peer] = swap.their_round
         return swaps
+
+    def set_aside(self) -> dict[PeerId, SetAside]:
+        """What is held against peers that erred, with counts and reasons; `until` by `time.monotonic`.
+
+        Such a peer sent values that are not finite, tensors of another layout or garbled frames, or lay more than
+        `FAR_EXCESS` radii away. The first time has no consequence; from the second on this peer does not pair
+        with it, for 30 s and then twice as long each time (`gasloc.offences`). A clean trade takes one off.
+        """
+        return self._offences.standing()
 
     def send(self, report: Report) -> "concurrent.futures.Future[Delivery]":
         """Sends a learner's fragment to the run's syncer; see `gasloc.learner.SyncerLink`."""
@@ -266,6 +285,7 @@ class Swarm:
         training thread does between rounds counts as local steps.
         Raises what publishing the round before raised, such as `DaemonError` when p2pd has ended.
         """
+        self._judge(result)
         now = time.monotonic()
         took_s = now - self._round_started if seconds is None else seconds
         step_s = max(took_s - result.exchange_s, 0.0) / result.local_steps
@@ -344,6 +364,22 @@ class Swarm:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _judge(self, result: RoundResult) -> None:
+        for peer in result.partners:
+            excess = result.clipped.get(peer, 0.0)
+            if excess > FAR_EXCESS:
+                self._count_offence(peer, f"its parameters were {excess:.3g} times the radius away from ours")
+            else:
+                self._offences.forgive(peer)
+
+    def _count_offence(self, peer: PeerId, what: str) -> None:
+        now = time.monotonic()
+        if peer in self._offences.barred(now):  # known, and not asked for: it came to us
+            return
+        follows = self._offences.add(peer, what, now)
+        if follows.until > now and self.on_set_aside is not None:
+            self.on_set_aside(peer, follows)
 
     def _syncer(self) -> PeerId:
         """The run's syncer; on the network thread."""

@@ -32,6 +32,7 @@ from peers.errors import NoDonorError, PeersError
 from peers.exchange import PeerId, Slot
 
 if TYPE_CHECKING:
+    from gasloc.offences import SetAside
     from gasloc.swarm import Swarm
 
 CHECKPOINT_INTERVAL_S = 60.0
@@ -103,6 +104,7 @@ class Trainer:
         self.resumed = self._resume()
         if swarm is not None:
             swarm.on_exchange = self._announce
+            swarm.on_set_aside = self._warn_of
         self._rate = 0.0
         self._round_started = self._started = self._saved = time.monotonic()
 
@@ -218,6 +220,9 @@ class Trainer:
 
     def _announce(self, slot: Slot, partners: tuple[PeerId, ...]) -> None:
         self._emit(ExchangeStarted(round=slot.round, mix=slot.mix, phase=slot.phase, partners=partners))
+
+    def _warn_of(self, peer: PeerId, offender: "SetAside") -> None:
+        self._emit(Warned(f"{peer}: {offender.reason}"))
 
     def _catch_up(self, swarm: "Swarm") -> None:
         try:

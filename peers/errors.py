@@ -7,6 +7,7 @@
     ├── UnreachableError        an address or a peer did not answer
     ├── ProtocolError           the other side sent what the protocol does not allow
     │   ├── WireError           a frame is garbled, truncated or over its limit
+    │   │   └── GarbledError    not because the stream broke: the other side wrote it so
     │   └── LayoutError         tensors have other names, shapes or dtypes than agreed
     ├── RefusedError            the other side answered, and said no
     │   └── BehindError         because what we sent is too old to count there
@@ -42,6 +43,10 @@ class ProtocolError(PeersError):
 
 class WireError(ProtocolError):
     """Raised when a frame is garbled, truncated, or larger than its limit. Nothing was kept."""
+
+
+class GarbledError(WireError):
+    """Raised when a frame came whole and is not what its header, its checksum or the protocol says."""
 
 
 class LayoutError(ProtocolError):

@@ -96,6 +96,8 @@ class Swap:
     """Whole, checksummed, of the expected layout, acknowledged by both; ours to keep. None unless ACCEPT."""
     note: Mapping[str, float] = field(default_factory=dict)
     their_round: int | None = None
+    at_fault: bool = False
+    """The partner sent what it must not: it is to blame that there are no tensors, not a link and not we."""
     bytes_sent: int = 0
     bytes_received: int = 0
     seconds: float = 0.0

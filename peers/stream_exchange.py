@@ -14,7 +14,15 @@ import torch
 from peers import codec
 from peers.body import Body
 from peers.codec import CodecName
-from peers.errors import DaemonError, LayoutError, ProtocolError, RefusedError, UnreachableError, WireError
+from peers.errors import (
+    DaemonError,
+    GarbledError,
+    LayoutError,
+    ProtocolError,
+    RefusedError,
+    UnreachableError,
+    WireError,
+)
 from peers.exchange import Answer, Offer, PeerId, Slot, Swap, Tensors, layout_of
 from peers.hello import MAX_PATIENCE_S, Hello, Reply, dials, read_note, words
 from peers.meter import Meter
@@ -202,9 +210,10 @@ class StreamExchange:
         except RefusedError as error:
             return Swap(Answer.REFUSED, f"{partner} refused: {error}")
         except WireError as error:
-            return Swap(Answer.BROKEN, f"the transfer with {partner} failed: {error}")
+            reason = f"the transfer with {partner} failed: {error}"
+            return Swap(Answer.BROKEN, reason, at_fault=isinstance(error, GarbledError))
         except ProtocolError as error:
-            return Swap(Answer.REFUSED, f"refused what {partner} sent: {error}")
+            return Swap(Answer.REFUSED, f"refused what {partner} sent: {error}", at_fault=True)
         return Swap(Answer.ACCEPT, f"traded in {words(wait.slot)}", tensors, met.note, wait.slot.round)
 
     async def _meet(self, wait: Wait, offer: Offer, deadline: float) -> _Meeting | Swap:
@@ -277,7 +286,7 @@ class StreamExchange:
         except WireError as error:
             return Swap(Answer.UNREACHABLE, f"{partner} closed the stream before it answered: {error}")
         except ProtocolError as error:
-            return Swap(Answer.REFUSED, f"refused the answer of {partner}: {error}")
+            return Swap(Answer.REFUSED, f"refused the answer of {partner}: {error}", at_fault=True)
         finally:
             if wire and not kept:
                 wire.cut()
@@ -399,8 +408,11 @@ def _noise(me: PeerId, partner: PeerId, slot: Slot) -> torch.Generator:
 
 
 async def _ask(wire: Wire, hello: Hello) -> Reply:
-    await wire.send_header(Kind.HEADER, hello.to_json())
-    return Reply.from_json(await wire.receive_header(Kind.HEADER))
+    try:
+        await wire.send_header(Kind.HEADER, hello.to_json())
+        return Reply.from_json(await wire.receive_header(Kind.HEADER))
+    except RefusedError as error:  # an abort: it does not even look at hellos of ours
+        return Reply(Answer.REFUSED, str(error))
 
 
 async def _say(wire: Wire, reply: Reply) -> None:

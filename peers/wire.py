@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from enum import IntEnum
 
-from peers.errors import ProtocolError, RefusedError, WireError
+from peers.errors import GarbledError, ProtocolError, RefusedError, WireError
 from peers.meter import Meter
 
 _HEAD = struct.Struct("<BII")
@@ -48,7 +48,8 @@ class Kind(IntEnum):
 class Wire:
     """Reads and writes frames on one stream, and counts its bytes.
 
-    A stream that ends or breaks, and a frame that is garbled, unexpected or over its limit, raise `WireError`.
+    A stream that ends or breaks raises `WireError`; a frame that is garbled, unexpected or over its limit its kind
+    `GarbledError`.
     Nothing is allocated for a payload before its length was checked. JSON takes up to about fifty times its
     size once parsed, so header limits are small.
     """
@@ -111,13 +112,13 @@ class Wire:
         try:
             return Kind(number), length, checksum
         except ValueError:
-            raise WireError(f"a frame of unknown kind {number}: the stream is garbled") from None
+            raise GarbledError(f"a frame of unknown kind {number}: the stream is garbled") from None
 
     async def receive_payload(self, head: tuple[Kind, int, int], *, limit_bytes: int = MAX_HEADER_BYTES) -> bytes:
         """The payload that belongs to `head`, of at most `limit_bytes`."""
         kind, length, checksum = head
         if length > limit_bytes:
-            raise WireError(f"a {kind.name} frame of {length} bytes is over the limit of {limit_bytes}")
+            raise GarbledError(f"a {kind.name} frame of {length} bytes is over the limit of {limit_bytes}")
         payload = bytearray(length)
         await self._read_into(memoryview(payload))
         _check(kind, payload, checksum)
@@ -143,7 +144,7 @@ class Wire:
         await self._expect(head, (Kind.BLOCK,))
         kind, length, checksum = head
         if length != len(block):
-            raise WireError(f"a block of {length} bytes where {len(block)} were due: the stream is garbled")
+            raise GarbledError(f"a block of {length} bytes where {len(block)} were due: the stream is garbled")
         await self._read_into(block)
         _check(kind, block, checksum)
 
@@ -154,7 +155,7 @@ class Wire:
         if kind is Kind.ABORT:
             raise RefusedError(reason_of(decode_json(await self.receive_payload(head))))
         due = " or ".join(wanted.name for wanted in kinds)
-        raise WireError(f"a {kind.name} frame where {due} was due")
+        raise GarbledError(f"a {kind.name} frame where {due} was due")
 
     async def _read_into(self, target: memoryview) -> None:
         at = 0
@@ -227,7 +228,7 @@ def _checksum(kind: Kind, payload: bytes | bytearray | memoryview) -> int:
 
 def _check(kind: Kind, payload: bytes | bytearray | memoryview, checksum: int) -> None:
     if _checksum(kind, payload) != checksum:
-        raise WireError(f"a {kind.name} frame of {len(payload)} bytes does not match its checksum")
+        raise GarbledError(f"a {kind.name} frame of {len(payload)} bytes does not match its checksum")
 
 
 def encode_json(value: Mapping[str, object]) -> bytes:
