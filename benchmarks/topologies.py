@@ -114,7 +114,7 @@ def recipe_of(job: Job) -> Recipe:
             "context_length": job.context_length,
         },
         "inner": {"batch_size": job.batch_size, "learning_rate": 3e-3, "warmup_steps": 30},
-        "evaluation": {"every_rounds": max(1, job.rounds // 6), "batches": 8},
+        "evaluation": {"every_rounds": max(1, job.rounds // 5), "batches": 8},
     }
     return parse(values | ROWS[job.row])
 
@@ -195,14 +195,14 @@ def main() -> None:
     """Runs all rows and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="15 rounds of 8 x 64 bytes a step; the default")
+    size.add_argument("--quick", action="store_true", help="12 rounds of 8 x 64 bytes a step; the default")
     size.add_argument("--full", action="store_true", help="30 rounds of 16 x 64 bytes a step")
     parser.add_argument("--rounds", type=int, help="rounds, over those of the size")
     parser.add_argument("--seeds", type=int, default=3, help="seeds a row")
     parser.add_argument("--jobs", type=int, default=2, help="processes at once, one thread each")
     parser.add_argument("--dir", type=Path, default=Path(__file__).parent / "results", help="where results go")
     options = parser.parse_args()
-    rounds = options.rounds or (30 if options.full else 15)
+    rounds = options.rounds or (30 if options.full else 12)
     batch_size = 16 if options.full else 8
     # the time with a thin link does not depend on the seed; the loss hardly
     thin_seeds = options.seeds if options.full else 1
