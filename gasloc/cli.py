@@ -12,7 +12,7 @@ from typer.exceptions import TyperException
 from gasloc import environment
 from gasloc.commands import doctor, join, launch, recipe, simulate, start, status, syncer, version
 from gasloc.errors import GaslocError, UsageError
-from peers.errors import AddressError, IdentityError, PeersError
+from peers.errors import AccessError, AddressError, IdentityError, PeersError
 
 app = typer.Typer(
     name="gasloc",
@@ -77,7 +77,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         environment.check(os.environ, known_variables())
         code = app(list(arguments), prog_name="gasloc", standalone_mode=False)
-    except (UsageError, AddressError, IdentityError) as error:
+    except (UsageError, AccessError, AddressError, IdentityError) as error:
         return _complain(str(error), 2)
     except (GaslocError, PeersError) as error:
         return _complain(str(error), 1)

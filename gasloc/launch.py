@@ -7,8 +7,8 @@ import queue
 import secrets
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import typer
@@ -43,6 +43,8 @@ class LaunchOptions:
     data: str | None
     device: str
     json: bool
+    access: Mapping[str, Path | None] = field(default_factory=dict)
+    """Flags of `peers.access` that every worker is given."""
 
 
 def launch(options: LaunchOptions) -> int:
@@ -143,6 +145,7 @@ class _Launch:
             return
         options = self._options
         given = ["--data", options.data] if options.data is not None else []
+        given += [word for flag, path in options.access.items() if path is not None for word in (flag, str(path))]
         self._children[folder.name] = Child(
             folder.name,
             [

@@ -34,7 +34,7 @@ class Roster:
     warnings: tuple[str, ...]
 
 
-def look(addresses: Sequence[str], stop: threading.Event | None = None) -> Roster:
+def look(addresses: Sequence[str], stop: threading.Event | None = None, *, secret_file: Path | None = None) -> Roster:
     """Asks the swarm at these addresses; leaves nothing running and no trace in it.
 
     Raises an error of `peers.errors` where no address answers, and `RunError` where nobody's record is seen.
@@ -44,7 +44,10 @@ def look(addresses: Sequence[str], stop: threading.Event | None = None) -> Roste
     try:
         with tempfile.TemporaryDirectory(prefix="gasloc-status-") as folder:
             options = PeerOptions(
-                identity_path=Path(folder) / "identity.key", initial_peers=tuple(addresses), client_only=True
+                identity_path=Path(folder) / "identity.key",
+                initial_peers=tuple(addresses),
+                client_only=True,
+                secret_file=secret_file,
             )
             peer = thread.call(Peer.start(options), stop=stop)
             try:
@@ -62,9 +65,9 @@ def look(addresses: Sequence[str], stop: threading.Event | None = None) -> Roste
     return Roster(card, recipe, tuple(ordered), tuple(peer.warnings))
 
 
-def show(addresses: Sequence[str], *, as_json: bool) -> int:
+def show(addresses: Sequence[str], *, secret_file: Path | None = None, as_json: bool) -> int:
     """Prints the roster; returns the exit code."""
-    roster = look(addresses)
+    roster = look(addresses, secret_file=secret_file)
     if as_json:
         typer.echo(json.dumps(as_record(roster)))
         return 0

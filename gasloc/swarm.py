@@ -46,6 +46,8 @@ START_WAIT_S = 60.0
 """How long `wait_for` waits."""
 MOST_STEPS = 4
 """A fast peer takes at most this many times the recipe's local steps in a round."""
+MOST_LEFT_OUT = 64
+"""Members that are not dealt with are told one by one up to so many: ids cost a stranger nothing."""
 
 FAR_EXCESS = 10.0
 """A partner that was clipped from so many radii counts as one that errs."""
@@ -95,6 +97,9 @@ class Swarm:
         self.card = card
         self.on_exchange: Callable[[Slot, tuple[PeerId, ...]], None] | None = None
         """Called before each exchange with its slot and its partners."""
+        self.on_left_out: Callable[[str], None] | None = None
+        """Called once for each member that is not dealt with, with the reason in words."""
+        self._left_out: set[PeerId] = set()
         self.on_set_aside: Callable[[PeerId, SetAside], None] | None = None
         """Called when a peer that erred again is left alone for a while."""
         self._offences = Offences()
@@ -206,11 +211,11 @@ class Swarm:
         return self._wait(self._peer.membership.wait_for(count, START_WAIT_S))
 
     def others(self) -> dict[PeerId, Member]:
-        """The other members of this run that are alive, whatever their state."""
+        """The other members of this run that are alive and that we deal with, whatever their state."""
         return {
             peer: member
             for peer, member in self._peer.membership.members().items()
-            if peer != self.me and member.digest == self.card.digest
+            if peer != self.me and not self._leaves_out(member) and member.digest == self.card.digest
         }
 
     def members(self, round: int) -> set[PeerId]:
@@ -380,6 +385,15 @@ class Swarm:
         follows = self._offences.add(peer, what, now)
         if follows.until > now and self.on_set_aside is not None:
             self.on_set_aside(peer, follows)
+
+    def _leaves_out(self, member: Member) -> bool:
+        """Whether a member is not dealt with: see `peers.access`."""
+        reason = self._peer.objection(member)
+        if reason is not None and member.peer_id not in self._left_out and len(self._left_out) < MOST_LEFT_OUT:
+            self._left_out.add(member.peer_id)
+            if self.on_left_out is not None:
+                self.on_left_out(f"left out of this run: {reason}")
+        return reason is not None
 
     def _syncer(self) -> PeerId:
         """The run's syncer; on the network thread."""

@@ -34,7 +34,7 @@ from gasloc.replica import Replica
 from gasloc.run_folder import RunFolder, StoredCard, write_whole
 from gasloc.stop import Stop
 from gasloc.syncer import Merged, Syncer
-from gasloc.worker import check_live, reporting, stop_at_eof
+from gasloc.worker import check_live, join_command, reporting, stop_at_eof
 from peers.errors import DaemonError, PeersError, UnreachableError
 from peers.exchange import PeerId
 from peers.membership import MemberState, Status
@@ -63,6 +63,9 @@ class SyncerPeerOptions:
     threads: int
     json: bool
     stop_on_eof: bool
+    secret_file: Path | None = None
+    allow_file: Path | None = None
+    deny_file: Path | None = None
 
 
 def run(options: SyncerPeerOptions, make_recipe: Callable[[Recipe | None], Recipe]) -> int:
@@ -110,7 +113,8 @@ def _serve(
         try:
             folder.write_card(StoredCard(run=card.run, digest=card.digest, document=card.document))
             _keep_port(folder, peer)
-            _SyncerPeer(recipe, card, folder, events, stop.event, thread, peer).run()
+            secret_file = options.secret_file
+            _SyncerPeer(recipe, card, folder, events, stop.event, thread, peer, secret_file).run()
         finally:
             thread.call(peer.close())
 
@@ -127,8 +131,10 @@ class _SyncerPeer:
         stop: threading.Event,
         thread: NetworkThread,
         peer: Peer,
+        secret_file: Path | None,
     ) -> None:
         self._recipe = recipe
+        self._secret_file = secret_file
         self._card = card
         self._folder = folder
         self._events = events
@@ -185,11 +191,16 @@ class _SyncerPeer:
         self._end()
 
     def _learners(self) -> list[PeerId]:
-        """Those that train now; on the network thread."""
+        """Those that train now; before the first merge also those that are about to. On the network thread."""
+        states = {MemberState.TRAINING, MemberState.WAITING}
+        if self._syncer.merges == 0:
+            states.add(MemberState.JOINING)
         return [
             peer
             for peer, member in self._peer.membership.members().items()
-            if member.digest == self._card.digest and member.status.state in (MemberState.TRAINING, MemberState.WAITING)
+            if member.digest == self._card.digest
+            and member.status.state in states
+            and self._peer.objection(member) is None
         ]
 
     def _provide(self) -> Snapshot:
@@ -211,7 +222,7 @@ class _SyncerPeer:
             Listening(
                 peer=peer.peer_id,
                 addresses=tuple(peer.addresses),
-                join=f"gasloc join --peers {peer.addresses[0]}" if peer.addresses else "",
+                join=join_command(peer.addresses, self._secret_file),
                 local_only=peer.local_only,
             )
         )
@@ -346,6 +357,9 @@ def _start_peer(
             announce=options.announce,
             initial_peers=initial,
             patience_s=5.0 if options.initial_peers else 0.0,
+            secret_file=options.secret_file,
+            allow_file=options.allow_file,
+            deny_file=options.deny_file,
         )
         try:
             return thread.call(Peer.start(peer_options), stop=stop)

@@ -4,10 +4,11 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +49,9 @@ class WorkerOptions:
     json: bool
     wait_for: int
     stop_on_eof: bool
+    secret_file: Path | None = None
+    allow_file: Path | None = None
+    deny_file: Path | None = None
 
 
 def start(options: WorkerOptions, make_recipe: Callable[[Recipe | None], Recipe]) -> int:
@@ -120,6 +124,7 @@ def _train(
     device = inner.pick_device(options.device)
     with open_swarm(folder, stop.event) as swarm:
         stop.on_second = swarm.abandon
+        swarm.on_left_out = lambda line: events.emit(Warned(line))
         recipe, card = swarm.recipe, swarm.card
         folder.write_card(StoredCard(run=card.run, digest=card.digest, document=card.document))
         for warning in swarm.warnings:
@@ -139,7 +144,7 @@ def _train(
             Listening(
                 peer=swarm.me,
                 addresses=tuple(swarm.addresses),
-                join=f"gasloc join --peers {swarm.addresses[0]}" if swarm.addresses else "",
+                join=join_command(swarm.addresses, options.secret_file),
                 local_only=swarm.local_only,
             )
         )
@@ -179,6 +184,14 @@ def _train(
         _keep_peers(folder, options, swarm)
 
 
+def join_command(addresses: Sequence[str], secret_file: Path | None) -> str:
+    """What others type to join; empty where nobody can dial us."""
+    if not addresses:
+        return ""
+    secret = f" --secret-file {shlex.quote(str(secret_file))}" if secret_file else ""
+    return f"gasloc join --peers {addresses[0]}{secret}"
+
+
 def _keep_peers(folder: RunFolder, options: WorkerOptions, swarm: Swarm) -> None:
     """Keeps where the swarm can be reached, for a `join --dir` without `--peers`."""
     others = [address for member in swarm.others().values() for address in member.addresses]
@@ -210,6 +223,9 @@ def _peer_options(options: WorkerOptions, folder: RunFolder) -> PeerOptions:
         port=options.port,
         announce=options.announce,
         initial_peers=options.initial_peers or tuple(folder.read_peers()),
+        secret_file=options.secret_file,
+        allow_file=options.allow_file,
+        deny_file=options.deny_file,
     )
 
 

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from peers.donor import RunCard, Snapshot
     from peers.errors import (
+        AccessError,
         AddressError,
         DaemonError,
         IdentityError,
         LayoutError,
         NoDonorError,
+        NotAdmittedError,
         PeersError,
         ProtocolError,
         RefusedError,
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from peers.thread import NetworkThread
 
 __all__ = [
+    "AccessError",
     "AddressError",
     "Answer",
     "DaemonError",
@@ -38,6 +41,7 @@ __all__ = [
     "MemoryExchange",
     "NetworkThread",
     "NoDonorError",
+    "NotAdmittedError",
     "Offer",
     "Peer",
     "PeerId",

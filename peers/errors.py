@@ -3,8 +3,10 @@
     PeersError
     ├── AddressError            an address is malformed; nothing was tried
     ├── IdentityError           the key file is unreadable, unsafe or not ours
+    ├── AccessError             a secret, or a list of peers, is unreadable, unsafe or malformed
     ├── DaemonError             p2pd did not start, or it ended
     ├── UnreachableError        an address or a peer did not answer
+    │   └── NotAdmittedError    because it and we do not let each other in
     ├── ProtocolError           the other side sent what the protocol does not allow
     │   ├── WireError           a frame is garbled, truncated or over its limit
     │   │   └── GarbledError    not because the stream broke: the other side wrote it so
@@ -29,12 +31,20 @@ class IdentityError(PeersError):
     """Raised when the identity file cannot be read, written, or holds no Ed25519 key."""
 
 
+class AccessError(PeersError):
+    """Raised when a secret's file, or a list of peers, cannot be read, is unsafe or is malformed."""
+
+
 class DaemonError(PeersError):
     """Raised when p2pd does not start in time, or has ended."""
 
 
 class UnreachableError(PeersError):
     """Raised when a peer cannot be dialled, or does not answer in time."""
+
+
+class NotAdmittedError(UnreachableError):
+    """Raised when a peer and we do not let each other in: another secret, or a list of peers."""
 
 
 class ProtocolError(PeersError):

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 
 from peers.dht import Dht, key_bytes, now
 from peers.errors import PeersError, ProtocolError
@@ -42,6 +43,7 @@ class Membership:
         *,
         run: str,
         digest: str,
+        badge: Callable[[PeerId], str] | None = None,
         addresses: Callable[[], Sequence[str]] = tuple,
         reachable: Callable[[], bool] = lambda: True,
         check: Callable[[], None] = lambda: None,
@@ -49,10 +51,15 @@ class Membership:
         renew_s: float = RENEW_S,
         refresh_s: float = REFRESH_S,
     ) -> None:
-        """`addresses` and `reachable` tell what to publish about us now; `check` raises where p2pd is gone."""
+        """`badge` gives what a member publishes in place of the digest, where only members can know that; the
+        view shows the digest in its place, and nothing for one that has only the digest.
+
+        `addresses` and `reachable` tell what to publish about us now; `check` raises where p2pd is gone.
+        """
         self._dht = dht
         self._identity = identity
         self._digest = digest
+        self._badge = badge or (lambda peer: digest)
         self._addresses = addresses
         self._reachable = reachable
         self._check = check
@@ -101,7 +108,7 @@ class Membership:
             if known and peer == self._identity.peer_id:
                 _log.warning("another peer uses our identity, %s: each needs a key file of its own", peer)
             try:
-                self._view[peer] = unseal(record, self._key_bytes, peer, expires)
+                self._view[peer] = self._read(record, peer, expires)
             except ProtocolError as error:  # our own node's validator let it through before the run was known
                 _log.debug("ignored a record of %s: %s", peer, error)
         time = now()
@@ -161,9 +168,9 @@ class Membership:
         """Only under `_publishing`: a renewal must not overtake a goodbye."""
         expires = self._expiration(life_s)
         me = self._identity.peer_id
-        own = Member(me, status, self._digest, self._reachable(), tuple(self._addresses()), expires)
+        own = Member(me, status, self._badge(me), self._reachable(), tuple(self._addresses()), expires)
         record = seal(own, self._key_bytes, self._identity)
-        self._view[me] = unseal(record, self._key_bytes, me, expires)  # as others see it
+        self._view[me] = self._read(record, me, expires)  # as others see it
         async with self._changed:
             self._changed.notify_all()
         try:
@@ -172,6 +179,13 @@ class Membership:
                     _log.debug("our record was not stored: the DHT has a later one, or nobody answered")
         except TimeoutError:
             _log.debug("our record was not stored within %g s", _STORE_S)
+
+    def _read(self, record: bytes, peer: PeerId, expires: float) -> Member:
+        """See `badge`. Raises `ProtocolError`."""
+        member = unseal(record, self._key_bytes, peer, expires)
+        if member.digest == self._badge(peer):
+            return replace(member, digest=self._digest)
+        return replace(member, digest="") if member.digest == self._digest else member
 
     def _expiration(self, life_s: float) -> float:
         """Later than any before, or the DHT would keep the old record; but no later than others accept."""

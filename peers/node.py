@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Self
 
 from peers import contact, donor
+from peers.access import Access, GuardedTransport
 from peers.address import Reach, announced, parse, reach
 from peers.checks import TimeServer
 from peers.codec import CodecName
@@ -23,7 +24,7 @@ from peers.dialback import DialbackServer
 from peers.donor import Donor
 from peers.donor import RunCard as RunCard
 from peers.donor import Snapshot as Snapshot
-from peers.errors import DaemonError, NoDonorError, PeersError, UnreachableError
+from peers.errors import DaemonError, NoDonorError, NotAdmittedError, PeersError, RefusedError, UnreachableError
 from peers.exchange import PeerId
 from peers.identity import Identity
 from peers.libp2p import Libp2pTransport
@@ -66,6 +67,12 @@ class PeerOptions:
     """Addresses at which the swarm was met before: tried now and then, and no harm if none answers."""
     patience_s: float = 5.0
     """How long initial peers that refuse the connection are tried again: they may be starting just now."""
+    secret_file: Path | None = None
+    """Makes the run private: nobody who does not prove this secret is served anything. See `peers.access`."""
+    allow_file: Path | None = None
+    """Peer ids, one a line: nobody else is dealt with."""
+    deny_file: Path | None = None
+    """Peer ids, one a line, that are not dealt with."""
 
     @property
     def role(self) -> Role:
@@ -81,12 +88,20 @@ class Peer:
     """One peer. Made by `start`; a member of a run after `enter`."""
 
     def __init__(
-        self, options: PeerOptions, identity: Identity, daemon: Daemon, transport: Libp2pTransport, dht: Dht
+        self,
+        options: PeerOptions,
+        access: Access,
+        identity: Identity,
+        daemon: Daemon,
+        transport: Libp2pTransport,
+        dht: Dht,
     ) -> None:
         self._options = options
         self._identity = identity
         self._daemon = daemon
-        self._transport = transport
+        self.meter = Meter()
+        self._access = access
+        self._transport = GuardedTransport(transport, access, meter=self.meter)
         self._dht = dht
         self._initial = [parse(text) for text in options.initial_peers]
         self._alive: list[PeerId] = []
@@ -97,7 +112,6 @@ class Peer:
         self._membership: Membership | None = None
         self._remembered: dict[PeerId, Sequence[str]] = {}
         self.peer_id = identity.peer_id
-        self.meter = Meter()
         self.addresses: list[str] = []
         """Full multiaddresses that others can dial, best first. Empty for a client."""
         self.warnings: list[str] = []
@@ -108,13 +122,16 @@ class Peer:
         """Starts p2pd and joins the DHT of the initial peers.
 
         Dead initial peers beside a live one end up in `warnings`. Raises, within about 15 s, `AddressError` for
-        a malformed address, `IdentityError`, `DaemonError`, and `UnreachableError` when no initial peer
+        a malformed address, `AccessError`, `IdentityError`, `DaemonError`, and `UnreachableError` when no initial peer
         answers: one line that names each address and the reason. Nothing is left running then.
         """
         for text in options.initial_peers:
             parse(text)
         for entry in options.announce:
             announced(entry, options.port)
+        access = Access.load(
+            secret_file=options.secret_file, allow_file=options.allow_file, deny_file=options.deny_file
+        )
         async with AsyncExitStack() as stack:
             identity = Identity.load_or_create(options.identity_path)
             identity.acquire()
@@ -134,7 +151,7 @@ class Peer:
             holds_keys = options.role in (Role.MEMBER, Role.RELAY)
             dht = await Dht.start(daemon, max_life_s=MAX_LIVES * LIFE_S, client_only=not holds_keys)
             stack.push_async_callback(dht.close)
-            peer = cls(options, identity, daemon, transport, dht)
+            peer = cls(options, access, identity, daemon, transport, dht)
             peer_box.append(peer)
             if not options.client_only:
                 await TimeServer(transport).start()
@@ -181,6 +198,12 @@ class Peer:
         assert self._membership is not None, "enter() comes first"
         return self._membership
 
+    def objection(self, member: Member) -> str | None:
+        """Why a member is not dealt with, in words: the lists, or no proof of the secret; None where it is."""
+        if self._access.private and self._card is not None and member.digest != self._card.digest:
+            return f"{member.peer_id} publishes no proof that it knows the secret"
+        return self._access.objection(member.peer_id)
+
     def alive(self) -> bool:
         """Whether p2pd runs; without it nothing here works any more."""
         return self._daemon.alive()
@@ -189,16 +212,21 @@ class Peer:
         """The card of the run that the initial peers are in.
 
         A peer that has not entered its run yet is asked again for up to 10 s. Raises `UnreachableError` with
-        one line that names each peer and why it gave none.
+        one line that names each peer and why it gave none; and `NotAdmittedError` with the reason at once where
+        all who answer do not let us in.
         """
         deadline = time.monotonic() + _CARD_PATIENCE_S
         while True:
             reasons = {}
+            refusals = []
             for peer in self._alive:
                 try:
                     return await donor.fetch_card(self._transport, peer, timeout_s=_CARD_S, meter=self.meter)
                 except PeersError as error:
                     reasons[peer] = str(error)
+                    refusals += [str(error)] if isinstance(error, NotAdmittedError | RefusedError) else []
+            if refusals and len(refusals) == len(reasons):
+                raise NotAdmittedError("; ".join(dict.fromkeys(refusals)))
             if time.monotonic() > deadline or not reasons:
                 raise UnreachableError(f"no run to join: {_listed(reasons) or 'there are no initial peers'}")
             await asyncio.sleep(_CARD_RETRY_S)
@@ -215,6 +243,7 @@ class Peer:
             self._identity,
             run=card.run,
             digest=card.digest,
+            badge=lambda peer: self._access.badge(card.run, card.digest, peer),
             addresses=lambda: self.addresses,
             reachable=lambda: self.reachable,
             check=self._check,

@@ -16,6 +16,9 @@ def join(
     public_ip: options.PublicIp = None,
     announce_maddr: options.AnnounceMaddr = None,
     identity: options.Identity = None,
+    secret_file: options.SecretFile = None,
+    allow_file: options.AllowFile = None,
+    deny_file: options.DenyFile = None,
     data: options.Data = None,
     device: options.Device = "auto",
     threads: options.Threads = 0,
@@ -46,5 +49,8 @@ def join(
             json=json,
             wait_for=wait_for,
             stop_on_eof=stop_on_eof,
+            secret_file=secret_file,
+            allow_file=allow_file,
+            deny_file=deny_file,
         )
     )

@@ -23,6 +23,9 @@ def launch(
     seed: options.Seed = None,
     data: options.Data = None,
     device: options.Device = "auto",
+    secret_file: options.SecretFile = None,
+    allow_file: options.AllowFile = None,
+    deny_file: options.DenyFile = None,
     json: options.Json = False,
 ) -> int:
     """Train one model with several peers on this machine; in a used --dir, go on where they stopped."""
@@ -45,6 +48,7 @@ def launch(
             changes=changes,
             data=data,
             device=device,
+            access={"--secret-file": secret_file, "--allow-file": allow_file, "--deny-file": deny_file},
             json=json,
         )
     )

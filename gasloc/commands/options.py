@@ -92,6 +92,22 @@ StopOnEof: TypeAlias = Annotated[
         help="Stop in good order when standard input ends, for programs that start peers.",
     ),
 ]
+SecretFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        "--secret-file",
+        envvar="GASLOC_SECRET_FILE",
+        help="Makes the run private: nobody without the same secret, at least 16 bytes, gets anything of it.",
+    ),
+]
+AllowFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option("--allow-file", envvar="GASLOC_ALLOW_FILE", help="Deal with these peers only; a peer id a line."),
+]
+DenyFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option("--deny-file", envvar="GASLOC_DENY_FILE", help="Do not deal with these peers; a peer id a line."),
+]
 RecipeName: TypeAlias = Annotated[
     str | None,
     typer.Option("--recipe", envvar="GASLOC_RECIPE", help="A shipped recipe's name, or a TOML file. Default: tiny."),

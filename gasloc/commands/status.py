@@ -4,7 +4,7 @@ from gasloc.commands import options
 from gasloc.errors import UsageError
 
 
-def status(peers: options.Peers = None, json: options.Json = False) -> int:
+def status(peers: options.Peers = None, secret_file: options.SecretFile = None, json: options.Json = False) -> int:
     """Print who is in a swarm, as seen by a client that does not train."""
     addresses = options.split_addresses(peers)
     if not addresses:
@@ -12,4 +12,4 @@ def status(peers: options.Peers = None, json: options.Json = False) -> int:
 
     from gasloc.roster import show
 
-    return show(addresses, as_json=json)
+    return show(addresses, secret_file=secret_file, as_json=json)
