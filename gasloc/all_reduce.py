@@ -71,33 +71,40 @@ def all_reduce(
     *,
     note: Mapping[str, float],
     radius: float = math.inf,
+    start: Tensors | None = None,
 ) -> Trades[Reduced]:
     """The plain mean of all members' `phi`, over those that answer. Changes nothing but by its return.
 
     All members must call it in the same slot with the same `members`; a member with another view of who takes
     part expects other pieces and is refused by name, so it counts as missing. Where both sides of every failed
-    pair saw it fail, all who are left end with equal values, bit for bit, as long as nothing is clipped.
+    pair saw it fail, all who are left end with equal values, bit for bit, as long as nothing is clipped and the codec
+    is exact.
 
     A finite `radius` is for whole states (`gasloc.clipping`). A piece with a share s of all elements is clipped to
     `radius * sqrt(s)`, as a movement that is spread evenly has it: by its owner against the owner's own piece, and
     averages, which an owner may have made up, by each receiver against its own.
+
+    `start` is what `phi` moved from, for modular codecs. They restore each piece, and each average, from our own
+    values of it: `peers.exchange.Offer.near`.
     """
     order = sorted(members)
     flat = {name: tensor.reshape(-1) for name, tensor in phi.items()}
     pieces = cut({name: tensor.numel() for name, tensor in flat.items()}, len(order))
-    views = {peer: _views(flat, piece) for peer, piece in zip(order, pieces, strict=True)}
+    matrices = {name for name, tensor in phi.items() if tensor.dim() >= 2}
+    views = {peer: _views(flat, piece, matrices) for peer, piece in zip(order, pieces, strict=True)}
+    starts = _start_views(start, [span for piece in pieces for span in piece], matrices)
     others = [peer for peer in order if peer != me]
 
     own_layout = layout_of(views[me])
     scattered = yield (
         _phase(slot, SCATTER),
-        {peer: Offer(views[peer], expect=own_layout, note=note) for peer in others},
+        {peer: Offer(views[peer], own_layout, note, start=starts, near=views[me]) for peer in others},
     )
     guard = _Guard(radius, sum(tensor.numel() for tensor in flat.values()))
     own_piece = _mean(views[me], guard.clipped(views[me], _tensors(scattered)), me)
     gathered = yield (
         _phase(slot, GATHER),
-        {peer: Offer(own_piece, expect=layout_of(views[peer]), note=note) for peer in others},
+        {peer: Offer(own_piece, layout_of(views[peer]), note, start=starts, near=views[peer]) for peer in others},
     )
     averages: dict[PeerId, Tensors] = {me: own_piece}
     for peer, average in _tensors(gathered).items():
@@ -107,7 +114,7 @@ def all_reduce(
     repaired: Mapping[PeerId, Swap] = {}
     if missing and left:
         orphaned = {name: view for peer in missing for name, view in views[peer].items()}
-        repaired = yield _phase(slot, REPAIR), {peer: Offer(orphaned, note=note) for peer in left}
+        repaired = yield _phase(slot, REPAIR), {peer: Offer(orphaned, note=note, start=starts) for peer in left}
         averages[REPAIR] = _mean(orphaned, guard.clipped(orphaned, _tensors(repaired)), me)
     swaps = _summed(others, (scattered, gathered, repaired))
     return Reduced(_assemble(phi, flat, averages.values()), swaps, guard.clips)
@@ -147,8 +154,21 @@ def _phase(slot: Slot, phase: str) -> Slot:
     return replace(slot, phase=slot.phase + phase)
 
 
-def _views(flat: Tensors, piece: Sequence[tuple[str, int, int]]) -> dict[str, Tensor]:
-    return {f"{name}[{start}:{stop}]": flat[name][start:stop] for name, start, stop in piece}
+def _views(flat: Tensors, piece: Sequence[tuple[str, int, int]], matrices: Collection[str]) -> dict[str, Tensor]:
+    """A piece's parts by label. Those of matrices have two dimensions, by which codecs tell them from gains."""
+    return {
+        f"{name}[{start}:{stop}]": flat[name][start:stop].reshape((1, -1) if name in matrices else (-1,))
+        for name, start, stop in piece
+    }
+
+
+def _start_views(
+    start: Tensors | None, spans: Sequence[tuple[str, int, int]], matrices: Collection[str]
+) -> dict[str, Tensor] | None:
+    if start is None:
+        return None
+    flat = {name: tensor.reshape(-1) for name, tensor in start.items()}
+    return _views(flat, [span for span in spans if span[0] in flat], matrices)
 
 
 def _tensors(swaps: Mapping[PeerId, Swap]) -> dict[PeerId, Tensors]:
@@ -167,7 +187,7 @@ def _assemble(phi: Tensors, flat: Tensors, averages: Collection[Tensors]) -> dic
         for label, values in piece.items():
             name, _, span = label.rpartition("[")
             start, stop = (int(bound) for bound in span.removesuffix("]").split(":"))
-            whole[name][start:stop].copy_(values)
+            whole[name][start:stop].copy_(values.reshape(-1))
     return {name: tensor.reshape(phi[name].shape) for name, tensor in whole.items()}
 
 

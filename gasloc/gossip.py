@@ -72,9 +72,10 @@ def exchange(
     members: Collection[PeerId],
     note: Mapping[str, float],
     radius: float = math.inf,
+    start: Tensors | None = None,
 ) -> Exchanged:
     """`exchanging`, with its trades made over `network`; blocks."""
-    trades = exchanging(network.me, plan, phi, slot, members=members, note=note, radius=radius)
+    trades = exchanging(network.me, plan, phi, slot, members=members, note=note, radius=radius, start=start)
     try:
         part, offers = next(trades)
         while True:
@@ -93,6 +94,7 @@ def exchanging(
     members: Collection[PeerId],
     note: Mapping[str, float],
     radius: float = math.inf,
+    start: Tensors | None = None,
 ) -> Trades[Exchanged]:
     """Mixes `phi` (named tensors, only read) with the partners that `plan` draws among `members`.
 
@@ -104,6 +106,8 @@ def exchanging(
 
     Each partner's difference to oneself is clipped to `radius` first, in place in what was received; see
     `gasloc.clipping`. Infinity is the plain average, and so is any radius that nobody exceeds, bit for bit.
+
+    `start` is what `phi` moved from this round, by name: modular codecs need it (`peers.exchange.Offer.start`).
     """
     mix: Mapping[str, Tensor] = phi
     swaps: dict[PeerId, Swap] = {}
@@ -114,7 +118,9 @@ def exchanging(
         weights = topology.row(
             plan.topology, round=slot.round, members={*members, me}, me=me, seed=plan.seed, mix=index
         )
-        mix, answers, clipped = yield from _mix_once(me, plan, mix, weights, replace(slot, mix=index), note, radius)
+        mix, answers, clipped = yield from _mix_once(
+            me, plan, mix, weights, replace(slot, mix=index), note, radius, start
+        )
         clips += clipped
         came = [peer for peer, swap in answers.items() if swap.tensors is not None]
         tried += bool(answers)
@@ -133,11 +139,13 @@ def _mix_once(
     slot: Slot,
     note: Mapping[str, float],
     radius: float,
+    start: Tensors | None,
 ) -> Trades[tuple[Mapping[str, Tensor], Mapping[PeerId, Swap], list[tuple[PeerId, Clipped]]]]:
     if plan.topology == "all-to-all" and len(weights) > 2:
-        reduced = yield from all_reduce(phi, weights, me, slot, note=note, radius=radius)
+        reduced = yield from all_reduce(phi, weights, me, slot, note=note, radius=radius, start=start)
         return reduced.mix, reduced.swaps, reduced.clips
-    offers = {peer: Offer(send=phi, note=note) for peer, weight in weights.items() if peer != me and weight > 0}
+    offer = Offer(send=phi, note=note, start=start)
+    offers = {peer: offer for peer, weight in weights.items() if peer != me and weight > 0}
     # with no offers this returns at once, and lets others be told which round we are at
     swaps = yield slot, offers
     received = {peer: swap.tensors for peer, swap in swaps.items() if swap.tensors is not None}

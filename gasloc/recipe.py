@@ -83,7 +83,8 @@ class OuterConfig(_Section):
 class ExchangeConfig(_Section):
     """How parameters travel."""
 
-    codec: Literal["fp32", "fp16", "bf16"] = "fp32"
+    codec: Literal["fp32", "fp16", "bf16", "int8", "modular8", "modular4"] = "fp32"
+    """How values become bytes; see docs/wire.md. The modular ones send what goes through a syncer as it is."""
     grace_s: float = Field(10.0, gt=0, le=3_600)
     """How long a peer waits for a partner that is not yet at its round, seconds."""
     mixing: Literal["clipped", "average"] = "clipped"

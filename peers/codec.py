@@ -10,8 +10,8 @@ travels in its own dtype instead, and the table says so. Tensors of 16 bits alwa
 | `fp16` | float16, if abs(x) <= 65504 in the whole tensor | at most max(2^-11 abs(x), 2^-25)               |
 | `bf16` | bfloat16, if abs(x) <= 3.38e38 in the whole tensor | at most max(2^-8 abs(x), 2^-134)            |
 | `int8` | a byte an element, a scale a block | at most max(m/254 * (1 + 2^-14), 2^-100), m: largest of its block |
-| `modular8` | a byte an element      | less than 1/32 of the larger movement in its block; unbiased         |
-| `modular4` | half a byte an element | less than 3/8 of the larger movement in its block; unbiased          |
+| `modular8` | a byte an element      | less than 6/256 of the larger movement in its block; unbiased        |
+| `modular4` | half a byte an element | less than 5/16 of the larger movement in its block; unbiased         |
 
 (Round to nearest, the modular ones stochastically; float64 adds its rounding to float32, 2^-24 abs(x), before that of
 fp16 and bf16; the modular ones add the rounding of a bound, 2^-7 of it, and of their dtype.) The last three leave

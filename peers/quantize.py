@@ -35,7 +35,7 @@ BLOCK = 512
 
 Bits = Literal[4, 8]
 
-RANGE: dict[Bits, float] = {8: 8.0, 4: 6.0}
+RANGE: dict[Bits, float] = {8: 6.0, 4: 5.0}
 """B over the larger movement. Larger: coarser; smaller: more blocks sent again. Chosen in benchmarks/codecs.py."""
 
 LEAST_BOUND = 2.0**-100

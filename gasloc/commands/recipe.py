@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Look at recipes.", no_args_is_help=True, rich_markup_mode=None)
 
-_CODEC_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+_CODEC_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1.02, "modular8": 1.02, "modular4": 0.53}
 _PARTNERS = {"none": 0, "1-peer": 1, "2-peer": 2, "ring": 2, "exponential": 1}
 _SWARM_SIZE = 32
 """Peers that the stability of consensus is told for."""
