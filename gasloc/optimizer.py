@@ -389,6 +389,7 @@ class GaslocOptimizer(Optimizer):
             members=self._network.members(self.round),
             note={"local_steps": float(self.local_step)},
             radius=radius,
+            start=_only(phi, {**self._anchor, **self._buffers}),
         )
         self._exchange_s += time.perf_counter() - started
         self._exchanged.append(exchanged)
