@@ -222,7 +222,7 @@ def limit_s() -> float:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 class TestAddresses:
     """Each ends within 20 s with one line and without a p2pd, whatever the address."""
 

@@ -12,10 +12,10 @@ from gasloc.events import read_events
 from tests.processes import ProcessPool, Record
 from tests.small_recipe import write_small_recipe
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
-START_S = 60.0
-"""Two or three interpreters that load torch and hivemind at once, on two busy cores."""
+START_S = 120.0
+"""Interpreters that load torch and hivemind: some seconds, much more where the machine is busy with others."""
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def by_worker(name: str) -> Callable[[Record], bool]:
 
 def test_workers_train_together_to_a_summary_and_a_second_launch_repeats_it(pool: ProcessPool) -> None:
     launch = pool.gasloc(*arguments(pool.folder, 3))
-    assert launch.wait(90) == 0, launch.errors
+    assert launch.wait(200) == 0, launch.errors
 
     result = json.loads((pool.folder / "run" / "summary.json").read_text())
     assert (result["peers"], result["workers"], result["rounds"]) == (3, 3, 6)
@@ -119,7 +119,7 @@ def test_a_worker_that_dies_is_named_and_the_others_go_on(pool: ProcessPool) -> 
 
     ended = launch.event("launch", 20, lambda record: "worker-2" in record["message"])
     assert "was killed by SIGKILL" in ended["message"]
-    assert launch.wait(60) == 0, launch.errors
+    assert launch.wait(120) == 0, launch.errors
     result = json.loads((pool.folder / "run" / "summary.json").read_text())
     assert (result["peers"], result["workers"]) == (2, 3)
 
