@@ -207,8 +207,13 @@ class Swarm:
         )
 
     def wait_for(self, count: int) -> int:
-        """Waits until `count` members are seen, this one included, for at most 60 s; returns how many are."""
-        return self._wait(self._peer.membership.wait_for(count, START_WAIT_S))
+        """Waits until `count` members are seen, this one included; returns how many are.
+
+        For at most 60 s, and no longer than until `stop` is set.
+        """
+        with contextlib.suppress(concurrent.futures.CancelledError):
+            return self._wait(self._peer.membership.wait_for(count, START_WAIT_S))
+        return len(self._peer.membership.members())
 
     def others(self) -> dict[PeerId, Member]:
         """The other members of this run that are alive and that we deal with, whatever their state."""

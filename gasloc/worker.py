@@ -178,7 +178,7 @@ def _train(
         _keep_peers(folder, options, swarm)
         if options.wait_for > 1:
             seen = swarm.wait_for(options.wait_for)
-            if seen < options.wait_for:
+            if seen < options.wait_for and not stop.event.is_set():
                 events.emit(Warned(f"{seen} of {options.wait_for} peers are here; training without the rest"))
         trainer.run()
         _keep_peers(folder, options, swarm)
