@@ -10,7 +10,7 @@ import typer
 from typer.exceptions import TyperException
 
 from gasloc import environment
-from gasloc.commands import doctor, join, launch, recipe, simulate, start, status, syncer, version
+from gasloc.commands import doctor, join, launch, recipe, relay, simulate, start, status, syncer, version
 from gasloc.errors import GaslocError, UsageError
 from peers.errors import AccessError, AddressError, IdentityError, PeersError
 
@@ -29,6 +29,7 @@ app.command("launch")(launch.launch)
 app.command("simulate")(simulate.simulate)
 app.command("status")(status.status)
 app.command("doctor")(doctor.doctor)
+app.command("relay")(relay.relay)
 app.command("version")(version.version)
 app.add_typer(recipe.app, name="recipe")
 

@@ -33,6 +33,7 @@ from peers.errors import UnreachableError
 from peers.exchange import Answer, Offer, PeerId, Slot, Swap, Tensors
 from peers.membership import Member, MemberState, Status
 from peers.node import Peer, PeerOptions, RunCard
+from peers.reachability import standing_of, tradable
 from peers.record import MAX_PARTNERS
 from peers.thread import NetworkThread
 
@@ -100,6 +101,8 @@ class Swarm:
         self.on_left_out: Callable[[str], None] | None = None
         """Called once for each member that is not dealt with, with the reason in words."""
         self._left_out: set[PeerId] = set()
+        self._unpaired: set[PeerId] = set()
+        """Those that we cannot trade with, as neither they nor we can be dialled."""
         self.on_set_aside: Callable[[PeerId, SetAside], None] | None = None
         """Called when a peer that erred again is left alone for a while."""
         self._offences = Offences()
@@ -224,14 +227,22 @@ class Swarm:
         }
 
     def members(self, round: int) -> set[PeerId]:
-        """Those that may be paired in `round`, this peer included."""
+        """Those that may be paired in `round`, this peer included.
+
+        Two that cannot be dialled are not, unless relays carry both; `on_left_out` is told why.
+        """
         barred = self._offences.barred(time.monotonic())
         near = {
-            peer
+            peer: standing_of(member)
             for peer, member in self._training().items()
             if abs(member.status.round - round) <= self.recipe.stale_rounds and peer not in barred
         }
-        return near | {self.me}
+        can, why_not = tradable(self._peer.standing, near)
+        for peer in sorted(why_not.keys() - self._unpaired)[:MOST_LEFT_OUT]:
+            if self.on_left_out is not None:
+                self.on_left_out(f"not paired with {peer}: {why_not[peer]}")
+        self._unpaired = set(why_not)
+        return can | {self.me}
 
     def others_rounds(self) -> list[int]:
         """The rounds that the other training members published or answered last."""

@@ -66,7 +66,9 @@ def start(options: WorkerOptions, make_recipe: Callable[[Recipe | None], Recipe]
         check_live(recipe)
         if recipe.topology == "syncer":
             raise UsageError("recipe: topology = 'syncer': its syncer begins the run, with 'gasloc syncer'")
-        chosen = first_look(_peer_options(options, folder), stop)
+        # whoever brings a run back may be the first: those it met before are looked for, and not insisted on
+        cached = tuple(folder.read_peers())
+        chosen = first_look(_peer_options(options, folder, options.initial_peers, cached), stop)
         return Swarm.start(recipe, chosen, run=stored.run if stored else None, stop=stop)
 
     return _run(options, open_swarm)
@@ -78,7 +80,9 @@ def join(options: WorkerOptions) -> int:
     def open_swarm(folder: RunFolder, stop: threading.Event) -> Swarm:
         stored = folder.read_card()
         expected = RunCard(stored.run, stored.digest, stored.document) if stored else None
-        swarm = Swarm.join(first_look(_peer_options(options, folder), stop), expected=expected, stop=stop)
+        cached = tuple(folder.read_peers())
+        chosen = _peer_options(options, folder, options.initial_peers or cached, cached)
+        swarm = Swarm.join(first_look(chosen, stop), expected=expected, stop=stop)
         try:
             check_live(swarm.recipe)
         except BaseException:
@@ -216,13 +220,16 @@ def reporting(folder: RunFolder, *, as_json: bool) -> Iterator[EventLog]:
         events.close()
 
 
-def _peer_options(options: WorkerOptions, folder: RunFolder) -> PeerOptions:
+def _peer_options(
+    options: WorkerOptions, folder: RunFolder, initial_peers: tuple[str, ...], cached_peers: tuple[str, ...]
+) -> PeerOptions:
     return PeerOptions(
         identity_path=options.identity or folder.identity_path,
         host=options.host,
         port=options.port,
         announce=options.announce,
-        initial_peers=options.initial_peers or tuple(folder.read_peers()),
+        initial_peers=initial_peers,
+        cached_peers=cached_peers,
         secret_file=options.secret_file,
         allow_file=options.allow_file,
         deny_file=options.deny_file,

@@ -7,11 +7,11 @@ ALONE_LONGEST_S = 15.0
 _DOUBLINGS = 16
 
 
-def pause_s(failures: int, *, alone: bool, jitter: float) -> float:
+def pause_s(failures: int, *, alone: bool, jitter: float, first_s: float = FIRST_S) -> float:
     """Seconds until the next try, after so many failed ones in a row; doubling, and bounded.
 
     `failures`: 0 or more. `alone`: nobody at all is known, so there is nothing to lose by trying. `jitter`, from
     0 to 1, takes up to a quarter off, so that peers that were cut off together do not come back together.
     """
     longest_s = ALONE_LONGEST_S if alone else LONGEST_S
-    return min(FIRST_S * 2.0 ** min(failures, _DOUBLINGS), longest_s) * (1.0 - 0.25 * jitter)
+    return min(first_s * 2.0 ** min(failures, _DOUBLINGS), longest_s) * (1.0 - 0.25 * jitter)

@@ -1,6 +1,7 @@
 """`Peer`: identity, p2pd, DHT, exchange, donor and membership, started and closed as one."""
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import random
@@ -13,7 +14,8 @@ from typing import Self
 
 from peers import contact, donor
 from peers.access import Access, GuardedTransport
-from peers.address import Reach, announced, parse, reach
+from peers.address import Address, Reach, announced, parse, reach
+from peers.backoff import pause_s
 from peers.checks import TimeServer
 from peers.codec import CodecName
 from peers.contact import Contact
@@ -24,7 +26,14 @@ from peers.dialback import DialbackServer
 from peers.donor import Donor
 from peers.donor import RunCard as RunCard
 from peers.donor import Snapshot as Snapshot
-from peers.errors import DaemonError, NoDonorError, NotAdmittedError, PeersError, RefusedError, UnreachableError
+from peers.errors import (
+    DaemonError,
+    NoDonorError,
+    NotAdmittedError,
+    PeersError,
+    RefusedError,
+    UnreachableError,
+)
 from peers.exchange import PeerId
 from peers.identity import Identity
 from peers.libp2p import Libp2pTransport
@@ -111,6 +120,9 @@ class Peer:
         self._courier: Courier | None = None
         self._membership: Membership | None = None
         self._remembered: dict[PeerId, Sequence[str]] = {}
+        self._cached = [address for address in _readable(options.cached_peers) if address not in self._initial]
+        self._failures: dict[PeerId, int] = {}
+        self._next_try: dict[PeerId, float] = {}
         self.peer_id = identity.peer_id
         self.addresses: list[str] = []
         """Full multiaddresses that others can dial, best first. Empty for a client."""
@@ -231,6 +243,13 @@ class Peer:
                 raise UnreachableError(f"no run to join: {_listed(reasons) or 'there are no initial peers'}")
             await asyncio.sleep(_CARD_RETRY_S)
 
+    async def find_card(self) -> RunCard | None:
+        """The card of the run that anybody connected to us is in; None where nobody gives one."""
+        for peer in await self._daemon.connected():
+            with contextlib.suppress(PeersError):
+                return await donor.fetch_card(self._transport, peer, timeout_s=_CARD_S, meter=self.meter)
+        return None
+
     async def enter(self, card: RunCard, provide: Callable[[], Snapshot | None], *, codec: CodecName = "fp32") -> None:
         """Becomes a part of the run: serves its card and our state, accepts exchanges, watches the members.
 
@@ -294,16 +313,24 @@ class Peer:
 
     async def _meet(self) -> None:
         """Connects to the initial peers; see `start`."""
-        if not self._initial:
+        if not self._initial and not self._cached:
             return
         contacts = await contact.meet(
-            self._initial, self._daemon, self._dht, identity=self._identity, patience_s=self._options.patience_s
+            [*self._initial, *self._cached],
+            self._daemon,
+            self._dht,
+            identity=self._identity,
+            patience_s=self._options.patience_s,
         )
         dead = {str(one.address): one.reason for one in contacts if one.reason}
         live = [one for one in contacts if not one.reason]
-        if not live:
+        if not live and self._initial:
             raise UnreachableError(f"no initial peer answers: {_listed(dead)}")
-        self.warnings += [f"initial peer {address} is left out: {reason}" for address, reason in dead.items()]
+        if not live:
+            self.warnings.append("nobody answers where the swarm was met before; they are tried again now and then")
+            return
+        told = {str(address) for address in self._initial}
+        self.warnings += [f"initial peer {at} is left out: {reason}" for at, reason in dead.items() if at in told]
         self.warnings += _clock_warning(live)
         self._alive = list(dict.fromkeys(one.address.peer_id for one in live))
         try:
@@ -323,7 +350,7 @@ class Peer:
         return member is None or member.reachable
 
     def _addresses_of(self, peer: PeerId) -> Sequence[str]:
-        known = [str(address) for address in self._initial if address.peer_id == peer]
+        known = [str(address) for address in (*self._initial, *self._cached) if address.peer_id == peer]
         return [*self._remembered.get(peer, ()), *known]
 
     def _donors(self) -> list[PeerId]:
@@ -355,7 +382,7 @@ class Peer:
         self._stack.push_async_callback(end)
 
     async def _keep_ties(self) -> None:
-        """Meets again, now and then, the peers that our DHT node lost.
+        """Meets again, now and then, the peers that our DHT node lost; each after longer pauses, see `peers.backoff`.
 
         Without this, two halves of a swarm that were cut from each other would stay apart for ever.
         """
@@ -364,22 +391,30 @@ class Peer:
             try:
                 self._remember()
                 self.addresses = await self._daemon.addresses()
-                lost = [peer for peer in self._remembered if not self._dht.knows(peer)]
-                lost += [one.peer_id for one in self._initial if not self._dht.knows(one.peer_id)]
-                lost = random.sample(lost, min(len(lost), _TIES_AT_ONCE))
-                await asyncio.gather(*(self._tie(peer) for peer in set(lost) - {self.peer_id}))
+                known = {*self._remembered, *(one.peer_id for one in (*self._initial, *self._cached))}
+                lost = [peer for peer in known - {self.peer_id} if not self._dht.knows(peer)]
+                alone = len(lost) == len(known - {self.peer_id})
+                due = [peer for peer in lost if time.monotonic() >= self._next_try.get(peer, 0.0)]
+                due = random.sample(due, min(len(due), _TIES_AT_ONCE))
+                await asyncio.gather(*(self._tie(peer, alone=alone) for peer in due))
+                for peer in self._next_try.keys() - set(lost):
+                    self._failures.pop(peer, None)
+                    del self._next_try[peer]
             except PeersError as error:
                 _log.debug("could not look after our ties: %s", error)
             except Exception:
                 _log.exception("could not look after our ties")
 
-    async def _tie(self, peer: PeerId) -> None:
+    async def _tie(self, peer: PeerId, *, alone: bool) -> None:
         for text in self._addresses_of(peer):
             try:
                 await contact.connect(parse(text), self._daemon, self._dht)
                 return
             except PeersError as error:
                 _log.debug("%s is still lost: %s", peer, error)
+        failures = self._failures[peer] = self._failures.get(peer, 0) + 1
+        pause = pause_s(failures - 1, alone=alone, jitter=random.random(), first_s=_TIES_EVERY_S)
+        self._next_try[peer] = time.monotonic() + pause
 
     def _remember(self) -> None:
         """Keeps the members' addresses beyond their records' lives."""
@@ -403,6 +438,17 @@ def _clock_warning(contacts: Sequence[Contact]) -> list[str]:
         f"this machine's clock is {abs(offset_s):.0f} s {way} the swarm's: "
         "set it by NTP, or others may not see this peer"
     ]
+
+
+def _readable(texts: Sequence[str]) -> list[Address]:
+    """Those that are addresses; an old cache may hold others."""
+    addresses = []
+    for text in texts:
+        try:
+            addresses.append(parse(text))
+        except PeersError as error:
+            _log.debug("left out of the cache: %s", error)
+    return addresses
 
 
 def _listed(reasons: dict[str, str]) -> str:

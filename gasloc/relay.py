@@ -1,0 +1,98 @@
+"""A relay's process: a known address for newcomers, and a way to peers that cannot be dialled. Trains nothing."""
+
+import concurrent.futures
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from gasloc.run_folder import RunFolder, StoredCard
+from gasloc.stop import Stop
+from gasloc.swarm import read_card
+from peers.errors import DaemonError
+from peers.node import Peer, PeerOptions, RunCard
+from peers.thread import NetworkThread
+
+LOOK_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class RelayOptions:
+    """What a person may choose about a relay."""
+
+    folder: Path
+    host: str
+    port: int
+    announce: tuple[str, ...]
+    initial_peers: tuple[str, ...]
+
+
+def run(options: RelayOptions, say: Callable[[str], None]) -> int:
+    """Relays until told to stop; returns the exit code. `say` gets a line for whatever changes.
+
+    The run is the folder's, else that of the initial peers, else the first that a peer which connects is in.
+    Raises an error of `peers.errors` where p2pd does not start, or ends, or no initial peer answers.
+    """
+    with Stop() as stop, contextlib.closing(RunFolder(options.folder)) as folder:
+        thread = NetworkThread()
+        try:
+            peer = thread.call(Peer.start(_peer_options(options, folder)), stop=stop.event)
+            stop.on_second = peer.abandon
+            try:
+                _relay(peer, folder, thread, stop, say)
+            finally:
+                thread.call(peer.close())
+        except concurrent.futures.CancelledError:
+            pass
+        finally:
+            thread.close()
+    return 0
+
+
+def _relay(peer: Peer, folder: RunFolder, thread: NetworkThread, stop: Stop, say: Callable[[str], None]) -> None:
+    for warning in peer.warnings:
+        say(f"warning: {warning}")
+    for address in peer.addresses:
+        say(f"relay at {address}")
+    if peer.local_only:
+        say("only peers on this machine can dial it; for others use --host 0.0.0.0")
+    if peer.addresses:
+        say(f"others join by: gasloc join --peers {peer.addresses[0]}")
+    stored = folder.read_card()
+    card = RunCard(stored.run, stored.digest, stored.document) if stored else None
+    entered, members = False, -1
+    while True:
+        if not peer.alive():
+            raise DaemonError("p2pd, the network daemon, has ended; start the relay again")
+        if not entered:
+            card = card or thread.call(peer.find_card(), stop=stop.event)
+            if card is not None:
+                recipe = read_card(card)
+                thread.call(peer.enter(card, lambda: None), stop=stop.event)
+                folder.write_card(StoredCard(card.run, card.digest, card.document))
+                say(f"run {card.run}, recipe {recipe.name}")
+                entered = True
+        elif (seen := len(peer.membership.members())) != members:
+            members = seen
+            say(f"{members} {'peer' if members == 1 else 'peers'}")
+            _keep_peers(peer, folder)
+        if stop.event.wait(LOOK_EVERY_S):
+            return
+
+
+def _keep_peers(peer: Peer, folder: RunFolder) -> None:
+    addresses = [address for member in peer.membership.members().values() for address in member.addresses]
+    if addresses:
+        folder.write_peers(addresses[:64])
+
+
+def _peer_options(options: RelayOptions, folder: RunFolder) -> PeerOptions:
+    return PeerOptions(
+        identity_path=folder.identity_path,
+        host=options.host,
+        port=options.port,
+        announce=options.announce,
+        initial_peers=options.initial_peers,
+        cached_peers=tuple(folder.read_peers()),
+        relay=True,
+    )
