@@ -63,7 +63,7 @@ class Body:
             wire_dtype = codec.wire_dtype(codec_name, name, row)
             packing = codec.packing(codec_name, shape, row, has_start=origin is not None)
             if packing in MODULAR_BITS and origin is not None:
-                self.bounds[name] = _movement(name, shape, row, origin)
+                self.bounds[name] = _movement(name, tensor.detach(), origin.detach())
             self.entries.append(Entry(name, shape, tensor.dtype, wire_dtype, packing))
             self.rows[name] = row
         self.table = encode_table(self.entries)
@@ -102,17 +102,12 @@ class Body:
                 await wire.send_block(block)
 
 
-def _movement(name: str, shape: tuple[int, ...], row: torch.Tensor, origin: torch.Tensor) -> torch.Tensor:
-    """In pieces: a difference of the tensor's own size would be a copy of the model's largest."""
-    if tuple(origin.shape) != shape:
-        raise LayoutError(f"tensor '{name}' has shape {list(shape)}, but started as {list(origin.shape)}")
-    flat = codec.flat(origin)
-    return torch.cat(
-        [
-            quantize.movement_bounds(piece, before.to(row.dtype))
-            for piece, before in zip(_cut(row), _cut(flat), strict=True)
-        ]
-    )
+def _movement(name: str, tensor: torch.Tensor, origin: torch.Tensor) -> torch.Tensor:
+    """Where the tensor lies, so that no second copy leaves a device; in pieces, so that none is made on it."""
+    if origin.shape != tensor.shape:
+        raise LayoutError(f"tensor '{name}' has shape {list(tensor.shape)}, but started as {list(origin.shape)}")
+    pieces = zip(_cut(tensor.reshape(-1)), _cut(origin.reshape(-1)), strict=True)
+    return torch.cat([quantize.movement_bounds(piece, before.to(piece)) for piece, before in pieces]).cpu()
 
 
 def _cut(row: torch.Tensor) -> list[torch.Tensor]:

@@ -1,13 +1,15 @@
 """Trades under the quantized codecs: bounds, bytes, blocks sent again, faults and lies."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gasloc.all_reduce import all_reduce
+from gasloc.simulation.gossip import traded
 from peers import quantize
 from peers.body import Body, NoDigest
 from peers.codec import CODECS, CodecName
@@ -423,3 +425,36 @@ def test_a_body_without_a_start_goes_out_in_one_direction(codec: CodecName) -> N
     got = run(scenario())
     assert torch.equal(got["w"], sent["w"]) == (codec in ("fp32", *MODULAR))
     torch.testing.assert_close(got["w"], sent["w"], rtol=2.0**-8, atol=0.02)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_an_all_reduce_ends_near_the_mean(codec: CodecName) -> None:
+    """Pieces of matrices are quantized on the way there and back; gains are not."""
+
+    async def scenario() -> tuple[list[Tensors], list[int], Sequence[Tensors], Tensors]:
+        network = PipeNetwork()
+        peers = [await join(network, me, codec) for me in "ABC"]
+        origin = {"w": normal((120, 300), 0), "gain": normal((900,), 1)}
+        phis = [moved(origin, 10 * number) for number in range(1, 4)]
+        reduced = await asyncio.gather(
+            *(
+                traded(peer, all_reduce(phi, "ABC", peer.me, Slot(1), note={}, start=origin), timeout_s=GRACE_S)
+                for peer, phi in zip(peers, phis, strict=True)
+            )
+        )
+        assert all(swap.answer is Answer.ACCEPT for each in reduced for swap in each.swaps.values())
+        sent = [sum(swap.bytes_sent for swap in each.swaps.values()) for each in reduced]
+        return [each.mix for each in reduced], sent, phis, origin
+
+    mixes, sent, phis, origin = run(scenario())
+    tolerance = {"fp32": 1e-6, "int8": 0.03, "modular8": 3e-4, "modular4": 3e-3}.get(codec, 0.04)
+    assert layout_of(mixes[0]) == layout_of(origin)
+    for name in origin:
+        mean = torch.stack([phi[name] for phi in phis]).mean(0)
+        exact = codec == "fp32" or (name == "gain" and codec in QUANTIZED)
+        for mix in mixes:
+            torch.testing.assert_close(mix[name], mean, rtol=0, atol=1e-6 if exact else tolerance)
+    share = {"fp32": 1.0, "int8": 0.26, "modular8": 0.27, "modular4": 0.15}.get(codec, 0.5)
+    gains = 4 * 900 * (1 - share) if codec in QUANTIZED else 0.0
+    whole = 4 * (36_000 + 900)
+    assert all(size_bytes <= (share * whole + gains) * 4 / 3 + 6_000 for size_bytes in sent)
