@@ -28,6 +28,10 @@ from gasloc.summary import Summary
 DEFAULT_WORKERS = 4
 ORDERLY_S = 30.0
 """How long workers may take to end in good order once told."""
+SYNCER = "syncer"
+"""The syncer's name and folder, where the recipe has one."""
+SYNCER_ENDS_S = 10.0
+"""How long the syncer may take to find that all learners have left; then it is told."""
 _POLL_S = 0.2
 
 
@@ -61,7 +65,8 @@ def launch(options: LaunchOptions) -> int:
             _show_summary(known, folder.path, options, "this run is finished; its summary:")
             return 0
         if left:
-            _Launch(options, recipe, left, stop).run()
+            syncer = folder.path / SYNCER if recipe.topology == "syncer" else None
+            _Launch(options, recipe, left, stop, syncer).run()
         if stop.event.is_set():
             if not options.json:
                 typer.echo(f"stopped; go on with: gasloc launch --dir {folder.path}")
@@ -88,13 +93,19 @@ def _prepare(folder: RunFolder, options: LaunchOptions) -> tuple[Recipe, list[Pa
                 "choose another --dir, or leave --workers out"
             )
         return recipe, present
-    folders = [folder.path / f"worker-{number}" for number in range(options.workers or DEFAULT_WORKERS)]
+    count = options.workers or DEFAULT_WORKERS
+    if recipe.topology == "syncer" and recipe.syncer.quorum > count:
+        raise UsageError(
+            f"recipe: syncer.quorum = {recipe.syncer.quorum} with --workers {count}: "
+            "a merge would never have so many learners; lower the quorum, or start more workers"
+        )
+    folders = [folder.path / f"worker-{number}" for number in range(count)]
     card = stored or StoredCard(
         run=f"{recipe.name}-{secrets.token_hex(4)}",
         digest=recipe.digest,
         document=recipe.model_dump_json().encode(),
     )
-    for path in folders:
+    for path in [*folders, *([folder.path / SYNCER] if recipe.topology == "syncer" else [])]:
         with contextlib.closing(RunFolder(path)) as worker:
             worker.write_card(card)
     folder.write_card(card)
@@ -104,8 +115,13 @@ def _prepare(folder: RunFolder, options: LaunchOptions) -> tuple[Recipe, list[Pa
 class _Launch:
     """One launch, from the first process to the last."""
 
-    def __init__(self, options: LaunchOptions, recipe: Recipe, folders: Sequence[Path], stop: Stop) -> None:
+    def __init__(
+        self, options: LaunchOptions, recipe: Recipe, folders: Sequence[Path], stop: Stop, syncer: Path | None
+    ) -> None:
         self._options = options
+        self._syncer = syncer
+        self._left_alone_at: float | None = None
+        """When the syncer's last learner ended."""
         self._folders = folders
         self._stop = stop
         self._messages: queue.Queue[Message | Ended] = queue.Queue()
@@ -117,24 +133,28 @@ class _Launch:
 
     def run(self) -> None:
         """Starts the first worker, the others when it can be joined, and waits for all."""
-        # with the one that got furthest the others find a state to go on from
-        first = max(self._folders, key=_rounds_saved)
+        # with the syncer, or the one that got furthest, the others find a state to go on from
+        first = self._syncer or max(self._folders, key=_rounds_saved)
         rest = [path for path in self._folders if path != first]
         self._view.say(f"{len(self._folders)} workers, {self._threads} threads each; folder {self._options.folder}")
         self._stop.on_second = self._exit_now
         try:
-            self._begin(first, ["start"])
+            if self._syncer is not None:
+                self._begin(first, ["syncer", *self._access()])
+            else:
+                self._begin(first, ["start", *self._training()])
             while self._alive:
                 self._tell_once()
+                self._tell_the_syncer()
                 message = self._next_message()
                 if isinstance(message, Ended):
                     self._end(message)
                 elif message is not None:
-                    self._view.show(message.child, message.event)
+                    self._show(message)
                     if message.event["event"] == "listening" and message.child == first.name:
                         address = message.event["addresses"][0]
                         for path in rest:
-                            self._begin(path, ["join", "--peers", address])
+                            self._begin(path, ["join", "--peers", address, *self._training()])
         finally:
             self._view.close()
             for child in self._children.values():
@@ -143,21 +163,32 @@ class _Launch:
     def _begin(self, folder: Path, arguments: list[str]) -> None:
         if self._stop.event.is_set():
             return
-        options = self._options
-        given = ["--data", options.data] if options.data is not None else []
-        given += [word for flag, path in options.access.items() if path is not None for word in (flag, str(path))]
         self._children[folder.name] = Child(
             folder.name,
-            [
-                *arguments,
-                *("--dir", str(folder), "--host", "127.0.0.1", "--device", options.device),
-                *("--wait-for", str(len(self._folders)), *given),
-            ],
+            [*arguments, "--dir", str(folder), "--host", "127.0.0.1"],
             folder=folder,
             threads=self._threads,
             messages=self._messages,
         )
         self._alive.add(folder.name)
+
+    def _access(self) -> list[str]:
+        given = self._options.access.items()
+        return [word for flag, path in given if path is not None for word in (flag, str(path))]
+
+    def _training(self) -> list[str]:
+        """What every worker is told of its training."""
+        options = self._options
+        members = len(self._folders) + (self._syncer is not None)
+        given = ["--data", options.data] if options.data is not None else []
+        return ["--device", options.device, "--wait-for", str(members), *given, *self._access()]
+
+    def _show(self, message: Message) -> None:
+        """The syncer is no worker: of its events a person sees only warnings."""
+        if self._syncer is None or message.child != SYNCER or self._options.json:
+            self._view.show(message.child, message.event)
+        elif message.event["event"] == "warning":
+            self._view.say(f"{SYNCER}: warning: {message.event['message']}")
 
     def _next_message(self) -> Message | Ended | None:
         with contextlib.suppress(queue.Empty):
@@ -182,6 +213,16 @@ class _Launch:
         elif time.monotonic() - self._told_at > ORDERLY_S:
             for child in self._children.values():
                 child.kill()
+
+    def _tell_the_syncer(self) -> None:
+        """It ends by itself once the last round is merged and all have left; for when that does not come about."""
+        if self._alive != {SYNCER} or len(self._children) == 1:
+            return
+        if self._left_alone_at is None:
+            self._left_alone_at = time.monotonic()
+        elif time.monotonic() - self._left_alone_at > SYNCER_ENDS_S:
+            self._left_alone_at = float("inf")
+            self._children[SYNCER].interrupt()
 
     def _exit_now(self) -> None:
         """In the signal handler: a worker that is told twice ends its own p2pd before it exits."""

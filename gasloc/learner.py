@@ -116,6 +116,11 @@ class Learner:
         self._begin_outcome()
 
     @property
+    def unreported(self) -> tuple[int, ...]:
+        """The fragments with local progress of which nothing is with the syncer, ascending."""
+        return tuple(i for i, steps in enumerate(self._steps) if steps > 0 and i not in self._flights)
+
+    @property
     def in_flight(self) -> tuple[int, ...]:
         """The fragments that are with the syncer, ascending."""
         return tuple(sorted(self._flights))
@@ -203,6 +208,11 @@ class Learner:
         self._versions = merges.tolist()
         self._tokens = [0.0] * len(self._parts)
         self._steps = [0] * len(self._parts)
+        self._flights.clear()
+
+    def forget(self) -> None:
+        """After the parameters went back: what is under way holds progress that they no longer have, so it is
+        dropped when it comes. Its tokens count in the next report."""
         self._flights.clear()
 
     def check(self, merges: Tensor) -> None:

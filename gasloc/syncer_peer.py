@@ -191,15 +191,15 @@ class _SyncerPeer:
         self._end()
 
     def _learners(self) -> list[PeerId]:
-        """Those that train now; before the first merge also those that are about to. On the network thread."""
-        states = {MemberState.TRAINING, MemberState.WAITING}
-        if self._syncer.merges == 0:
-            states.add(MemberState.JOINING)
+        """Those that train, or are about to; on the network thread.
+
+        One that is joining only matters while there are fewer learners than the quorum: then it is waited for.
+        """
         return [
             peer
             for peer, member in self._peer.membership.members().items()
-            if member.digest == self._card.digest
-            and member.status.state in states
+            if peer != self._peer.peer_id
+            and member.digest == self._card.digest
             and self._peer.objection(member) is None
         ]
 
