@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from peers.stream_exchange import EXCHANGE_PROTOCOL, StreamExchange
 from peers.table import MODULAR_BITS, Entry, Packing, encode_table
 from peers.wire import Kind, Wire
 from tests.virtual_time import run
+from tests.worlds import World, play
 
 GRACE_S = 20.0
 STALL_S = 10.0
@@ -125,6 +127,26 @@ def test_both_get_what_the_other_sent_within_the_codecs_bound(codec: CodecName) 
     for now, before in zip((origin, ours, theirs), kept, strict=True):
         assert all(torch.equal(now[name], before[name]) for name in before)
     assert (to_a.bytes_sent, to_a.bytes_received) == (to_b.bytes_received, to_b.bytes_sent)
+
+
+@pytest.mark.parametrize("kind", ["memory", "pipes", "libp2p"])
+@pytest.mark.parametrize("codec", QUANTIZED)
+def test_the_contract_holds_within_the_codecs_bound(kind: str, codec: CodecName, tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        origin = start()
+        ours, theirs = moved(origin, 10), moved(origin, 30)
+        a, b = await world.join(codec), await world.join(codec)
+        of_a, of_b = await asyncio.gather(
+            a.swap(Slot(1), {b.me: Offer(ours, start=origin)}, timeout_s=GRACE_S),
+            b.swap(Slot(1), {a.me: Offer(theirs, start=origin)}, timeout_s=GRACE_S),
+        )
+        for swap, sent, own in ((of_a[b.me], theirs, ours), (of_b[a.me], ours, theirs)):
+            if kind == "memory":
+                assert all(torch.equal(tensors_of(swap)[name], sent[name]) for name in sent)
+            else:
+                check_near(codec, tensors_of(swap), sent, own, origin)
+
+    play(kind, scenario, tmp_path)
 
 
 @pytest.mark.parametrize(("codec", "share"), [("int8", 0.26), ("modular8", 0.27), ("modular4", 0.14)])

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import pytest
 import uvloop
 
+from peers.codec import CodecName
 from peers.exchange import Exchange, PeerId
 from peers.memory_exchange import MemoryExchange, MemoryHub
 from peers.pipes import PipeNetwork
@@ -31,8 +32,8 @@ class World(Protocol):
     """Makes exchanges that can reach each other."""
 
     @abstractmethod
-    async def join(self) -> Closable:
-        """A new peer."""
+    async def join(self, codec: CodecName = "fp32") -> Closable:
+        """A new peer. One process needs no codec: values pass as they are."""
 
     @abstractmethod
     async def kill(self, exchange: Exchange) -> None:
@@ -50,7 +51,7 @@ class MemoryWorld:
         self._hub = MemoryHub()
         self._names = iter("DACB")
 
-    async def join(self) -> Closable:
+    async def join(self, codec: CodecName = "fp32") -> Closable:
         return MemoryExchange(self._hub, next(self._names))
 
     async def kill(self, exchange: Exchange) -> None:
@@ -67,8 +68,8 @@ class PipesWorld:
         self.network = PipeNetwork()
         self._names = iter("DACB")
 
-    async def join(self) -> Closable:
-        exchange = StreamExchange(self.network.join(next(self._names)), run=RUN, digest=DIGEST)
+    async def join(self, codec: CodecName = "fp32") -> Closable:
+        exchange = StreamExchange(self.network.join(next(self._names)), run=RUN, digest=DIGEST, codec=codec)
         await exchange.start()
         return exchange
 
@@ -88,7 +89,7 @@ class Libp2pWorld:
         self._addresses: dict[PeerId, list[str]] = {}
         self._closers: dict[PeerId, Callable[[], Awaitable[None]]] = {}
 
-    async def join(self) -> Closable:
+    async def join(self, codec: CodecName = "fp32") -> Closable:
         from peers.daemon import Daemon
         from peers.identity import Identity
         from peers.libp2p import Libp2pTransport
@@ -100,7 +101,7 @@ class Libp2pWorld:
         self._stack.push_async_callback(transport.close)
         self._addresses[daemon.peer_id] = await daemon.addresses()
         self._closers[daemon.peer_id] = daemon.close
-        exchange = StreamExchange(transport, run=RUN, digest=DIGEST)
+        exchange = StreamExchange(transport, run=RUN, digest=DIGEST, codec=codec)
         await exchange.start()
         return exchange
 
