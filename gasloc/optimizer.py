@@ -179,6 +179,7 @@ class GaslocOptimizer(Optimizer):
         self._buffers = self._replica.buffers()
         self._parts = _cut(self._anchor, fragments, outer or default_outer)
         self._clipping = mixing == "clipped"
+        self._reference_steps = local_steps
         self._histories: list[tuple[float, ...]] = [()] * len(self._parts)
         """Accepted distances of each fragment, the latest last; see `gasloc.clipping.radius`."""
         self._rollbacks_in_row = 0
@@ -402,7 +403,8 @@ class GaslocOptimizer(Optimizer):
 
     def _choose_radius(self, index: int, phi: Tensors) -> float:
         start = _only(phi, {**self._anchor, **self._buffers})
-        self._radius, self._radius_reason = clipping.radius(self._histories[index], clipping.apart(start, phi))
+        moved = clipping.apart(start, phi) * clipping.pace_allowance(self.local_steps, self._reference_steps)
+        self._radius, self._radius_reason = clipping.radius(self._histories[index], moved)
         return self._radius
 
     def _end_round(self, mix: Tensors) -> RoundResult:

@@ -62,7 +62,8 @@ def _radius(worker: Worker, parts: tuple[int, ...], phi: Tensors) -> float:
     if worker.world.recipe.exchange.mixing == "average" or not isinstance(rule, Gasloc):
         return math.inf
     start = {name: tensor for part in parts for name, tensor in rule.start(part).items()}
-    value, _ = clipping.radius(worker.histories.get(parts, ()), clipping.apart(start, phi))
+    allowance = clipping.pace_allowance(worker.steps_of_round, worker.world.recipe.local_steps)
+    value, _ = clipping.radius(worker.histories.get(parts, ()), clipping.apart(start, phi) * allowance)
     return value
 
 
