@@ -34,6 +34,7 @@ class GaslocProcess:
         environment: dict[str, str],
         cwd: Path,
         fellows: "list[GaslocProcess]",
+        prefix: Sequence[str] = (),
     ) -> None:
         self.arguments = arguments
         self.fellows = fellows
@@ -43,7 +44,7 @@ class GaslocProcess:
         self.errors: list[str] = []
         self._changed = threading.Condition()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "gasloc", *arguments],
+            [*prefix, sys.executable, "-m", "gasloc", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -154,13 +155,16 @@ class ProcessPool:
         self.folder = folder
         self._started: list[GaslocProcess] = []
 
-    def gasloc(self, *arguments: str | Path, environment: dict[str, str] | None = None) -> GaslocProcess:
-        """Starts `gasloc` with these arguments."""
+    def gasloc(
+        self, *arguments: str | Path, environment: dict[str, str] | None = None, prefix: Sequence[str] = ()
+    ) -> GaslocProcess:
+        """Starts `gasloc` with these arguments; `prefix`: a command that executes it, such as `ip netns exec`."""
         process = GaslocProcess(
             [str(argument) for argument in arguments],
             environment=environment or {},
             cwd=self.folder,
             fellows=self._started,
+            prefix=prefix,
         )
         self._started.append(process)
         return process
