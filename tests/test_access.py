@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import operator
 import os
+import signal
 from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,13 +31,17 @@ from peers.errors import (
     RefusedError,
     UnreachableError,
 )
-from peers.exchange import Answer, Layout, Offer, PeerId, Slot, layout_of
+from peers.exchange import Answer, Layout, Offer, PeerId, Slot, Swap, layout_of
 from peers.identity import peer_id_of
+from peers.membership import MemberState, Status
 from peers.meter import Meter
+from peers.node import Peer, PeerOptions
 from peers.pipes import Fault, FaultKind, PipeNetwork
 from peers.stream_exchange import StreamExchange
 from peers.transport import Transport
 from peers.wire import Kind, Wire
+from tests.processes import ProcessPool
+from tests.small_recipe import write_small_recipe
 from tests.virtual_time import run
 
 SECRET = b"correct horse battery staple"
@@ -381,3 +387,98 @@ def test_what_is_not_a_file_is_refused_and_never_waited_for(tmp_path: Path) -> N
     ):
         with pytest.raises(AccessError, match=reason):
             Access.load(secret_file=path)
+
+
+async def test_a_private_swarm_of_two_and_a_third(tmp_path: Path) -> None:
+    """On real p2pd: without the secret no card, no state, no exchange, no membership; with it, all."""
+    write(tmp_path / "s", SECRET)
+    async with AsyncExitStack() as stack:
+
+        async def start(name: str, *initial_peers: str, secret: bool = True, deny: Path | None = None) -> Peer:
+            peer = await Peer.start(
+                PeerOptions(
+                    identity_path=tmp_path / f"{name}.key",
+                    host="127.0.0.1",
+                    initial_peers=initial_peers,
+                    secret_file=tmp_path / "s" if secret else None,
+                    deny_file=deny,
+                )
+            )
+            stack.push_async_callback(peer.close)
+            return peer
+
+        first = await start("first")
+        await first.enter(CARD, lambda: Snapshot(4, {}, STATE))
+        await first.membership.publish(Status(4, MemberState.TRAINING))
+        second = await start("second", first.addresses[0])
+        assert await second.fetch_card() == CARD
+        await second.enter(CARD, lambda: None)
+        await second.membership.publish(Status(4, MemberState.TRAINING))
+        assert (await second.fetch_state(timeout_s=20)).round == 4
+        await asyncio.gather(first.membership.wait_for(2, 20.0), second.membership.wait_for(2, 20.0))
+        swaps = await asyncio.gather(*(trade(one, other) for one, other in ((first, second), (second, first))))
+        assert [swap.answer for swap in swaps] == [Answer.ACCEPT, Answer.ACCEPT]
+        assert [first.objection(member) for member in first.membership.members().values()] == [None, None]
+
+        third = await start("third", first.addresses[0], secret=False)
+        with pytest.raises(NotAdmittedError, match=f"^{PRIVATE}$"):
+            await third.fetch_card()
+        await third.enter(CARD, lambda: None)  # suppose that it got the card elsewhere
+        await third.membership.publish(Status(900, MemberState.TRAINING))
+        await third.membership.wait_for(3, 20.0)
+        assert all(
+            member.digest != CARD.digest for peer, member in third.membership.members().items() if peer != third.peer_id
+        )
+        with pytest.raises(NoDonorError):
+            await third.fetch_state(timeout_s=20)
+        swap = await trade(third, first)
+        assert swap.answer is not Answer.ACCEPT
+        assert await first.membership.wait_for(3, 20.0) == 3
+        stranger = first.membership.members()[third.peer_id]
+        assert first.objection(stranger) == f"{third.peer_id} publishes no proof that it knows the secret"
+
+        wary = await start("wary", first.addresses[0], deny=write(tmp_path / "deny", second.peer_id.encode()))
+        await wary.enter(await wary.fetch_card(), lambda: None)
+        assert await wary.membership.wait_for(2, 20.0) >= 2
+        swap = await trade(wary, second)
+        assert swap.answer is Answer.UNREACHABLE
+        assert swap.reason.endswith(f"{second.peer_id} is on the deny list here")
+
+
+async def trade(one: Peer, other: Peer) -> Swap:
+    return (await one.exchange.swap(Slot(1), {other.peer_id: Offer(STATE)}, timeout_s=10.0))[other.peer_id]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(200)
+def test_joining_a_private_run_takes_its_secret(tmp_path: Path) -> None:
+    secret, other = write(tmp_path / "s", SECRET), write(tmp_path / "other", b"another secret, as long")
+    recipe = write_small_recipe(tmp_path, rounds=2000)
+    local = ("--host", "127.0.0.1", "--threads", "1", "--json", "--data", tmp_path / "text.txt")
+    pool = ProcessPool(tmp_path)
+    try:
+        first = pool.gasloc("start", "--recipe", recipe, "--dir", tmp_path / "first", "--secret-file", secret, *local)
+        listening = first.event("listening", 90.0)
+        address = listening["addresses"][0]
+        assert listening["join"] == f"gasloc join --peers {address} --secret-file {secret}"
+        without = pool.gasloc("join", "--peers", address, "--dir", tmp_path / "without", *local)
+        wrong = pool.gasloc("join", "--peers", address, "--dir", tmp_path / "wrong", "--secret-file", other, *local)
+        second = pool.gasloc(
+            "join",
+            "--peers",
+            address,
+            "--dir",
+            tmp_path / "second",
+            *local,
+            environment={"GASLOC_SECRET_FILE": str(secret)},
+        )
+        assert without.wait(60.0) == wrong.wait(60.0) == 1
+        assert without.errors == [f"gasloc: {PRIVATE}"]
+        assert wrong.errors == [f"gasloc: {OTHER_SECRET}"]
+        second.event("round", 90.0, lambda record: record["mixed"])
+        for process in (first, second):
+            process.signal(signal.SIGINT)
+        assert first.wait(30.0) == second.wait(30.0) == 0
+        pool.check_nothing_left()
+    finally:
+        pool.close()
