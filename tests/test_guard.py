@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -12,9 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from gasloc.errors import RunError
+from gasloc.offences import SetAside
 from gasloc.optimizer import GaslocOptimizer, RoundResult
+from gasloc.recipe import parse
+from gasloc.swarm import Swarm
 from peers.exchange import Answer, Offer, PeerId, Slot, Swap, Tensors
+from peers.identity import Identity
 from peers.memory_exchange import MemoryExchange, MemoryHub
+from peers.node import PeerOptions
 from peers.thread import NetworkThread
 from tests.meeting import at_once
 
@@ -121,7 +127,12 @@ BATCHES = {(name, step): batch(1000 * index + step, 16) for index, name in enume
 HELD_OUT = batch(99_999, 512)
 
 
-def train(names: str, lie: Lie = truth, mixing: Literal["clipped", "average"] = "clipped") -> Outcome:
+def train(
+    names: str,
+    lie: Lie = truth,
+    mixing: Literal["clipped", "average"] = "clipped",
+    topology: str = "2-peer",
+) -> Outcome:
     """Peers train the student, each on batches of its own; everything repeats but the order of threads."""
     with places(names, lie) as swarm:
         models = [student() for _ in names]
@@ -131,6 +142,7 @@ def train(names: str, lie: Lie = truth, mixing: Literal["clipped", "average"] = 
                 torch.optim.AdamW(model.parameters(), lr=0.01),
                 model,
                 network=place,
+                topology=topology,
                 local_steps=LOCAL_STEPS,
                 mixing=mixing,
                 grace_s=20.0,
@@ -184,6 +196,14 @@ def test_a_liar_is_clipped_and_the_others_learn_as_three_would(three: Outcome, l
         assert f"clipped z at {result.excess:.3g} times the radius, {result.radius:.3g}: 2 times" in result.reason
 
 
+@pytest.mark.parametrize("lie", [hundredfold, noise, stale()], ids=["x100", "noise x50", "stale"])
+def test_pieces_of_an_all_reduce_are_clipped_too(three: Outcome, lie: Lie) -> None:
+    """A liar is in every mix there, and owns a piece of the average, so it does somewhat more harm."""
+    among = train("abcz", lie, topology="all-to-all")
+    assert max(among.losses) < 1.1 * max(three.losses)
+    assert {peer for result in among.results for peer in result.clipped} == {"z"}
+
+
 def test_the_plain_average_is_ruined_by_the_same_liar(three: Outcome) -> None:
     among = train("abcz", hundredfold, "average")
     assert min(among.losses) > 1000 * max(three.losses)
@@ -196,6 +216,35 @@ def test_values_that_are_not_finite_are_refused_by_name_and_the_others_learn(thr
     assert max(among.losses) < 1.03 * max(three.losses)
     assert all("z" not in result.partners for result in among.results)
     assert any(result.swaps["z"].answer is not Answer.ACCEPT for result in among.results if "z" in result.swaps)
+
+
+def test_a_peer_that_is_far_away_again_and_again_is_set_aside(tmp_path: Path) -> None:
+    recipe = parse({"rounds": 5})
+    liar = Identity.load_or_create(tmp_path / "liar.key").peer_id
+    model = student()
+    optimizer = GaslocOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    told: list[tuple[PeerId, SetAside]] = []
+    far = RoundResult(0, 1, (liar,), {}, 1, 1, "", 0.0, 0.0, 0, 0, 1, "", clipped={liar: 50.0})
+    near = replace(far, clipped={liar: 1.5})  # clipped, but not by so much that it must have lied
+    with Swarm.start(recipe, PeerOptions(identity_path=tmp_path / "key", host="127.0.0.1")) as swarm:
+        swarm.on_set_aside = lambda peer, offender: told.append((peer, offender))
+        swarm.enter(optimizer)
+        swarm.publish(near)
+        assert swarm.set_aside() == {}
+        swarm.publish(far)
+        assert swarm.set_aside()[liar].count == 1
+        assert not told
+        swarm.publish(far)
+        held = swarm.set_aside()[liar]
+        assert held.count == 2
+        assert told == [(liar, held)]
+        assert held.reason == (
+            "its parameters were 50 times the radius away from ours; its offence number 2, set aside for 30 s"
+        )
+        swarm.publish(far)
+        assert swarm.set_aside() == {liar: held}
+        swarm.publish(near)
+        assert swarm.set_aside()[liar].count == 1
 
 
 def test_a_state_that_is_not_finite_is_put_back_and_the_peer_learns_on(three: Outcome) -> None:

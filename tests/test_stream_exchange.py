@@ -122,6 +122,8 @@ def test_a_fault_in_any_block_leaves_both_sides_whole_old(kind: FaultKind, back:
     swaps = run(trade_under(fault))
     assert_both(swaps, Answer.BROKEN)
     check_whole(*swaps)
+    # a link that breaks is nobody's fault; what is garbled, its sender wrote
+    assert any(swap.at_fault for swap in swaps) == (kind is FaultKind.GARBLE)
     for swap in swaps:
         assert swap.seconds <= 2 * STALL_S + 5.0
 
@@ -345,6 +347,7 @@ def test_a_liar_that_sends_no_numbers_is_refused_by_name_and_told(bad: float) ->
         swap = (await swapping)["A"]
         assert swap.answer is Answer.REFUSED
         assert swap.tensors is None
+        assert swap.at_fault
         assert "A" in swap.reason
         assert "'w' holds NaN" in swap.reason
 
@@ -380,6 +383,7 @@ def test_a_partner_that_never_acknowledges_is_not_believed() -> None:
         assert swap.answer is Answer.BROKEN
         assert swap.tensors is None
         assert "no progress for 10 s" in swap.reason
+        assert not swap.at_fault
         wire.cut()
 
     run(scenario())
