@@ -239,6 +239,8 @@ class GaslocOptimizer(Optimizer):
                 "lower the learning rate and resume from the last checkpoint"
             )
         self._rollbacks.append(why)
+        if self._learner is not None:
+            self._learner.forget()
         self._replica.assign(self._anchor, self._buffers)
         self._reset_inner()
         self.inner.zero_grad(set_to_none=True)
@@ -255,13 +257,22 @@ class GaslocOptimizer(Optimizer):
                     state[key] = type(value)(0)
 
     def settle(self, timeout_s: float) -> None:
-        """As a learner, waits for what is with the syncer, for at most `timeout_s`, and takes it.
+        """As a learner, has the syncer merge all that is left, and takes it: waits twice `timeout_s` at most.
 
         For the end of a run; does nothing in other topologies.
         """
-        if self._learner is not None:
-            self._learner.wait(timeout_s)
-            self._take_merges(self._learner)
+        learner = self._learner
+        if learner is None:
+            return
+        learner.wait(timeout_s)
+        self._take_merges(learner)
+        names = [name for index in learner.unreported for name in self._parts[index].names]
+        if names:
+            phi = self._moved(names)
+            for index in learner.unreported:
+                learner.report(index, phi, max(self.round - 1, 0))
+            learner.wait(timeout_s)
+            self._take_merges(learner)
 
     def _due(self) -> list[int]:
         """The fragments to exchange after this local step, in the order of their turns."""

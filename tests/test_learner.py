@@ -40,7 +40,8 @@ class Post:
         self.waits.append(timeout_s)
         if self.answer_while_waiting:
             for merge in merges:
-                self.answer(self.merges.index(merge), add=100.0)
+                if not merge.done():
+                    self.answer(self.merges.index(merge), add=100.0)
 
     def others_rounds(self) -> list[int]:
         return self.rounds
@@ -326,6 +327,17 @@ def test_settle_takes_what_is_under_way() -> None:
     assert post.waits == [5.0]
     optimizer.settle(5.0)
     assert post.waits == [5.0]
+
+
+def test_settle_reports_what_was_skipped_at_the_end() -> None:
+    net, post = model(), Post(answer_while_waiting=True)
+    start = values(net)
+    optimizer, _ = learn(net, post)
+    take_steps(net, optimizer, 8)
+    assert len(post.sent) == 1
+    optimizer.settle(5.0)
+    moved(net, start, 200 - 1.0)
+    assert [(report.steps, report.round) for report in post.sent] == [(4, 0), (4, 1)]
 
 
 def test_a_slow_learner_takes_the_others_round() -> None:
