@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peers import courier
+from peers.codec import CODECS, CodecName
 from peers.courier import COURIER_PROTOCOL, Answered, Courier, Parcel
 from peers.donor import Meta
 from peers.errors import BehindError, PeersError, ProtocolError, RefusedError, UnreachableError
@@ -90,6 +91,29 @@ def test_a_parcel_is_answered_much_later_exactly() -> None:
             assert torch.equal(came, 2 * tensor)
         await quiet(network)
         assert min(answered.bytes_sent, answered.bytes_received) > 4 * BIG
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_every_codec_travels(codec: CodecName) -> None:
+    """To its own precision: a learner's progress since is kept apart, so rounding does not add up."""
+
+    async def same(peer: PeerId, parcel: Parcel) -> Parcel:
+        return parcel
+
+    async def scenario() -> None:
+        network = PipeNetwork()
+        generator = torch.Generator().manual_seed(0)
+        values = {"weight": torch.randn(300, 200, generator=generator)}
+        layout = layout_of(values)
+        couriers = [Courier(network.join(peer), run=RUN, digest=DIGEST, codec=codec) for peer in "SL"]
+        await couriers[0].serve(lambda peer, meta: layout, same)
+        answered = await couriers[1].ask("S", Parcel(values), layout, patience_s=60.0)
+        error = float((answered.parcel.tensors["weight"] - values["weight"]).abs().max())
+        assert error <= {"fp16": 2e-3, "bf16": 2e-2, "int8": 0.1}.get(codec, 0.0)
+        assert (error == 0) == (codec not in ("fp16", "bf16", "int8"))
+        await quiet(network)
 
     run(scenario())
 
