@@ -172,6 +172,8 @@ def table(runs: list[Run]) -> list[dict[str, Any]]:
                 "tokens": round(statistics.fmean(each.tokens for each in even)),
                 "seconds": statistics.fmean(each.seconds for each in even),
                 "thin_seconds": statistics.fmean(each.seconds for each in thin),
+                # by the recipe's pacing, those who trade with the thin link take fewer steps
+                "thin_tokens": round(statistics.fmean(each.tokens for each in thin)),
                 "thin_loss": statistics.fmean(each.loss for each in thin),
             }
         )
