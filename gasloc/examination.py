@@ -30,6 +30,7 @@ class Examination:
     announce: tuple[str, ...]
     initial_peers: tuple[str, ...]
     recipe: str | None
+    secret_file: Path | None = None
 
 
 def examine(wanted: Examination, show: Callable[[Line], None]) -> list[Line]:
@@ -96,6 +97,7 @@ def _network(
                     announce=wanted.announce if port == wanted.port else (),
                     own_id=own_id,
                     ask_card=True,
+                    secret_file=wanted.secret_file,
                 )
             )
         )

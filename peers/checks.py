@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from peers import donor
+from peers.access import Access, GuardedTransport
 from peers.address import Address, Reach, parse, reach
 from peers.daemon import REFUSED, Daemon, Role
 from peers.dialback import Dialback, ask_dialback
@@ -82,6 +83,8 @@ class LookOptions:
     own_id: PeerId | None = None
     """Our peer id; None where it is new, so nobody can have it."""
     ask_card: bool = False
+    secret_file: Path | None = None
+    """Of a private run, for its card. Clocks and dial-backs are for anybody."""
     patience_s: float = 0.0
     """How long addresses that refuse the connection are tried again."""
 
@@ -141,6 +144,7 @@ async def look(options: LookOptions) -> Look:
         )
         stack.push_async_callback(daemon.close)
         transport = Libp2pTransport(daemon)
+        access = Access.load(secret_file=options.secret_file)
         stack.push_async_callback(transport.close)
         contacts = await asyncio.gather(
             *(_contact(address, daemon, transport, options.patience_s) for address in addresses)
@@ -151,7 +155,7 @@ async def look(options: LookOptions) -> Look:
         taken, dialled, card = await asyncio.gather(
             _is_taken(transport, options.own_id),
             _dialback(daemon, transport, seen.answering),
-            _card(transport, seen.answering) if options.ask_card else _nothing(),
+            _card(GuardedTransport(transport, access), seen.answering) if options.ask_card else _nothing(),
         )
         found, refusal = dialled
         return replace(

@@ -17,6 +17,7 @@ def doctor(
     public_ip: options.PublicIp = None,
     announce_maddr: options.AnnounceMaddr = None,
     identity: options.Identity = None,
+    secret_file: options.SecretFile = None,
     recipe: options.RecipeName = None,
     json: options.Json = False,
 ) -> int:
@@ -39,5 +40,6 @@ def doctor(
         announce=announce,
         initial_peers=addresses,
         recipe=recipe,
+        secret_file=secret_file,
     )
     return 0 if passed(examination.examine(wanted, show)) else 1
