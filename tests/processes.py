@@ -3,6 +3,7 @@
 Waits are on events with deadlines, never on time.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -76,6 +77,19 @@ class GaslocProcess:
 
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
+
+    def signal_until_gone(self, number: int, timeout_s: float) -> int:
+        """Sends a signal again and again until the process has ended; returns the exit code.
+
+        Two signals sent at once may be taken as one.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self.code() is None:
+            assert time.monotonic() < deadline, f"still there after {timeout_s} s; {self.describe()}"
+            os.kill(self.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(0.1)
+        return self.wait(5)
 
     def wait(self, timeout_s: float) -> int:
         """The exit code; all output has been read then."""
