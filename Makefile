@@ -19,7 +19,7 @@ demo: setup  ## four peers train one model on this machine
 	$(BIN)/gasloc launch --workers 4
 
 test: setup  ## every test
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2 --dist worksteal
 
 bench: setup  ## compare the topologies; writes benchmarks/results/
 	$(BIN)/python -m benchmarks.topologies --quick

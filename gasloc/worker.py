@@ -17,11 +17,13 @@ import typer
 from rich.console import Console
 
 from gasloc import corpus, inner
-from gasloc.errors import GaslocError, UsageError
+from gasloc.consensus import consensus
+from gasloc.errors import GaslocError, RecipeError, UsageError
 from gasloc.events import EventLog, Failed, Joined, Listening, RunStarted, Stopped, Warned
 from gasloc.first_look import first_look
 from gasloc.recipe import SIMULATED_ONLY, Recipe, parse
 from gasloc.run_folder import RunFolder, StoredCard
+from gasloc.stability import Verdict
 from gasloc.stop import Stop
 from gasloc.swarm import Swarm
 from gasloc.trainer import Trainer
@@ -94,11 +96,17 @@ def join(options: WorkerOptions) -> int:
 
 
 def check_live(recipe: Recipe) -> None:
-    """Raises `UsageError` for what the recipe asks for and real peers do not do; it is never ignored."""
+    """Raises `UsageError` for what the recipe asks for and real peers do not do; it is never ignored.
+
+    `RecipeError` for a recipe whose peers would drift apart.
+    """
     if recipe.topology in SIMULATED_ONLY:
         raise UsageError(f"recipe: topology = '{recipe.topology}': real peers do not run it; choose another topology")
     if recipe.outer.rule != "gasloc":
         raise UsageError(f"recipe: outer.rule = '{recipe.outer.rule}': real peers do 'gasloc' only")
+    verdict, reason = consensus(recipe)
+    if verdict is Verdict.REFUSE:
+        raise RecipeError(f"recipe: outer: {reason}")
 
 
 def _run(options: WorkerOptions, open_swarm: Callable[[RunFolder, threading.Event], Swarm]) -> int:
@@ -133,6 +141,9 @@ def _train(
         folder.write_card(StoredCard(run=card.run, digest=card.digest, document=card.document))
         for warning in swarm.warnings:
             events.emit(Warned(warning))
+        verdict, reason = consensus(recipe)
+        if verdict is Verdict.WARN:
+            events.emit(Warned(f"recipe: outer: {reason}"))
         trainer = Trainer(
             recipe,
             corpus.load(options.data or recipe.data),

@@ -15,8 +15,6 @@ app = typer.Typer(help="Look at recipes.", no_args_is_help=True, rich_markup_mod
 
 _CODEC_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1.02, "modular8": 1.02, "modular4": 0.53}
 _PARTNERS = {"none": 0, "1-peer": 1, "2-peer": 2, "ring": 2, "exponential": 1}
-_SWARM_SIZE = 32
-"""Peers that the stability of consensus is told for."""
 
 
 @app.callback()
@@ -38,8 +36,9 @@ def check(
 
 def describe(recipe: Recipe) -> list[str]:
     """What the recipe asks of a peer, a line each. Raises `RecipeError` if its peers would drift apart."""
-    from gasloc import stability
+    from gasloc.consensus import consensus
     from gasloc.model import parameter_count
+    from gasloc.stability import Verdict
     from gasloc.view import bytes_in_words
 
     parameters = parameter_count(recipe.model)
@@ -47,7 +46,9 @@ def describe(recipe: Recipe) -> list[str]:
     # float32: weights, gradients, two AdamW moments, anchor, outer momentum, and what each partner sends
     copies = 6 + (partners if partners is not None else 2)
     once = parameters * _CODEC_BYTES[recipe.exchange.codec]
-    sent = "of every other peer's size" if partners is None else bytes_in_words(once * partners * recipe.mixes)
+    # an all-reduce sends 2 (n-1)/n of the model; a learner sends each fragment once
+    models = partners if partners is not None else 2 if recipe.topology == "all-to-all" else 1
+    sent = bytes_in_words(once * models * recipe.mixes)
     lines = [
         f"recipe      {recipe.name}, digest {recipe.digest[:12]}",
         f"parameters  {parameters:,}",
@@ -55,13 +56,8 @@ def describe(recipe: Recipe) -> list[str]:
         f"bytes       {sent} sent a round and peer ({recipe.topology}, {recipe.exchange.codec})",
         f"steps       {recipe.rounds} rounds of {recipe.local_steps}, {recipe.total_steps} steps a peer",
     ]
-    if recipe.topology in ("1-peer", "2-peer", "ring", "exponential", "all-to-all") and recipe.outer.optimizer == "sgd":
-        outer = recipe.outer
-        shape = (recipe.topology, _SWARM_SIZE, outer.learning_rate)
-        growth = stability.stability(*shape, outer.momentum, recipe.mixes, outer.nesterov)
-        safe = stability.safe_momentum(*shape, recipe.mixes, outer.nesterov)
-        verdict, reason = stability.verdict(growth, safe)
-        if verdict is stability.Verdict.REFUSE:
-            raise RecipeError(f"recipe: outer, with {_SWARM_SIZE} peers: {reason}")
-        lines.append(f"consensus   {reason} ({_SWARM_SIZE} peers)")
+    verdict, reason = consensus(recipe)
+    if verdict is Verdict.REFUSE:
+        raise RecipeError(f"recipe: outer: {reason}")
+    lines.append(f"consensus   {reason}")
     return lines
