@@ -29,9 +29,6 @@ from peers.donor import Meta
 from peers.errors import BehindError, RefusedError
 from peers.exchange import Layout, PeerId, Tensors, layout_of
 
-SLOWEST = 8
-"""A learner may be so many times `stale_rounds` rounds' worth of merges behind, if it is only slow."""
-
 _log = logging.getLogger(__name__)
 
 
@@ -223,7 +220,12 @@ class Syncer:
         if self._closed:
             raise RefusedError("the syncer is leaving")
         arrival = Arrival(peer, self._now(), card.tokens, card.steps, self._recipe.digest, card.version)
-        limit = self._stale_versions(card)
+        limit = syncer_rules.stale_versions(
+            card.steps,
+            len(self._live()),
+            local_steps=self._recipe.local_steps,
+            stale_rounds=self._recipe.stale_rounds,
+        )
         options = self._options({*self._live(), peer}, stale_versions=limit)
         state, verdict, reason = syncer_rules.receive(self._state, card.fragment, arrival, options)
         if verdict is Verdict.REFUSED:
@@ -231,19 +233,6 @@ class Syncer:
             behind = known and self._state.fragments[card.fragment].version - card.version > limit
             raise BehindError(reason) if behind else RefusedError(reason)
         return state, verdict, reason
-
-    def _stale_versions(self, card: ReportCard) -> int:
-        """How many merges a report may be behind.
-
-        One learner's round may see as many merges as there are learners. A slow learner is behind by its
-        slowness and counts all the same; one that trained on for `stale_rounds` rounds without a merge, while
-        others had some, was cut off.
-        """
-        recipe = self._recipe
-        rounds = recipe.stale_rounds
-        if card.steps <= recipe.stale_rounds * recipe.local_steps:
-            rounds *= SLOWEST
-        return rounds * max(len(self._live()), 1)
 
     def _options(self, learners: Collection[PeerId], *, stale_versions: int = 0) -> SyncerOptions:
         """What holds now, with these learners."""

@@ -22,6 +22,8 @@ from gasloc.errors import RecipeError
 from gasloc.mixing import check_layout
 
 MERGE_RULES = ("rda", "mean")
+SLOWEST = 8
+"""A learner may be so many times `stale_rounds` rounds' worth of merges behind, if it is only slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +183,17 @@ class Verdict(StrEnum):
     """It missed a merge, and counts in the next one."""
     REFUSED = "refused"
     """Not kept."""
+
+
+def stale_versions(steps: float, learners: int, *, local_steps: int, stale_rounds: int) -> int:
+    """How many merges behind a report may be, with `steps` local steps behind it and so many live learners.
+
+    One learner's round may see as many merges as there are learners. A slow learner is behind by its slowness and
+    counts all the same, up to `SLOWEST` times; one that trained on for `stale_rounds` rounds without a merge, while
+    others had some, was cut off.
+    """
+    slow = steps <= stale_rounds * local_steps
+    return stale_rounds * max(learners, 1) * (SLOWEST if slow else 1)
 
 
 def start(versions: Sequence[int]) -> SyncerState:

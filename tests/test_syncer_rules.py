@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gasloc import syncer_rules
 from gasloc.errors import ModelError, RecipeError
 from gasloc.syncer_rules import (
     Arrival,
@@ -438,3 +440,10 @@ def test_quorum_of_all_with_one_fragment_is_diloco() -> None:
         theta.grad = delta["w"]
         outer.step()
     torch.testing.assert_close(theta.detach(), plain, rtol=0, atol=1e-12)
+
+
+def test_a_slow_learner_may_be_further_behind_than_one_that_was_cut_off() -> None:
+    limit = partial(syncer_rules.stale_versions, local_steps=10, stale_rounds=5)
+    assert limit(50, 3) == 5 * 3 * syncer_rules.SLOWEST
+    assert limit(51, 3) == 5 * 3
+    assert limit(1, 0) == 5 * syncer_rules.SLOWEST

@@ -18,7 +18,7 @@ from gasloc.simulation.conditions import Conditions
 from gasloc.simulation.life import live
 from gasloc.simulation.link import Network
 from gasloc.simulation.problem import Problem
-from gasloc.simulation.syncer import SYNCER, Syncer, options_of
+from gasloc.simulation.syncer import SYNCER, Syncer
 from gasloc.simulation.worker import Worker
 from gasloc.simulation.world import World
 from peers.exchange import PeerId, Tensors
@@ -112,13 +112,13 @@ class Simulation:
     def _syncer(self, initial: Tensors) -> Syncer:
         world, recipe = self.world, self.recipe
         return Syncer(
-            options_of(recipe, len(world.workers)),
-            recipe.syncer.merge,
+            recipe,
             initial,
             world.parts,
             make_outer(recipe.outer),
             world.network,
             learners=lambda: [worker.conditions.step_time_s for worker in world.training()],
+            most_learners=len(world.workers),
             wire_bytes=world.wire_bytes,
         )
 

@@ -49,22 +49,23 @@ class Syncer:
 
     def __init__(
         self,
-        options: SyncerOptions,
-        merge_rule: str,
+        recipe: Recipe,
         initial: Tensors,
         parts: Parts,
         make: MakeOptimizer,
         network: Network,
         learners: Callable[[], list[float]],
+        most_learners: int,
         wire_bytes: Callable[[Tensors], int],
     ) -> None:
-        """`learners` gives the step times, seconds, of the learners that are up now."""
+        """`learners` gives the step times, seconds, of the learners that are up now, of `most_learners`."""
         self._theta = [{name: initial[name].detach().clone() for name in part} for part in parts]
         self._outer = [OuterStep(theta, make) for theta in self._theta]
-        self._options = options
+        self._recipe = recipe
+        self._options = options_of(recipe, most_learners)
         self._state = syncer_rules.start([0] * len(self._theta))
         self._reports: list[dict[PeerId, Report]] = [{} for _ in self._theta]
-        self._merge_rule = merge_rule
+        self._merge_rule = recipe.syncer.merge
         self._network = network
         self._learners = learners
         self._wire_bytes = wire_bytes
@@ -87,7 +88,14 @@ class Syncer:
             run=self._options.run,
             version=report.version,
         )
-        self._state, verdict, _ = syncer_rules.receive(self._state, report.part, arrival, self._options)
+        limit = syncer_rules.stale_versions(
+            report.steps,
+            len(self._learners()),
+            local_steps=self._recipe.local_steps,
+            stale_rounds=self._recipe.stale_rounds,
+        )
+        options = replace(self._options, stale_versions=limit)
+        self._state, verdict, _ = syncer_rules.receive(self._state, report.part, arrival, options)
         if verdict is Verdict.REFUSED:
             report.deliver(None)
             return
@@ -153,7 +161,6 @@ def options_of(recipe: Recipe, learners: int) -> SyncerOptions:
         quorum=recipe.syncer.quorum,
         grace_share=recipe.syncer.grace_share,
         overlap_steps=recipe.syncer.overlap_steps,
-        stale_versions=recipe.stale_rounds,
     )
 
 
