@@ -10,43 +10,35 @@ relays with a public address. Until then others cannot reach it, and it is not p
 import concurrent.futures
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
+from gasloc.presence import Presence, join_command
 from gasloc.run_folder import RunFolder, StoredCard
 from gasloc.stop import Stop
 from gasloc.swarm import read_card
 from peers.errors import DaemonError
-from peers.node import Peer, PeerOptions, RunCard
+from peers.node import Peer, RunCard
 from peers.thread import NetworkThread
 
 LOOK_EVERY_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class RelayOptions:
-    """What a person may choose about a relay."""
-
-    folder: Path
-    host: str
-    port: int
-    announce: tuple[str, ...]
-    initial_peers: tuple[str, ...]
-
-
-def run(options: RelayOptions, say: Callable[[str], None]) -> int:
+def run(presence: Presence, say: Callable[[str], None]) -> int:
     """Relays until told to stop; returns the exit code. `say` gets a line for whatever changes.
 
     The run is the folder's, else that of the initial peers, else the first that a peer which connects is in.
     Raises an error of `peers.errors` where p2pd does not start, or ends, or no initial peer answers.
     """
-    with Stop() as stop, contextlib.closing(RunFolder(options.folder)) as folder:
+    with Stop() as stop, contextlib.closing(RunFolder(presence.folder)) as folder:
+        cached = tuple(folder.read_peers())
+        options = replace(presence.peer_options(folder, cached_peers=cached), relay=True)
         thread = NetworkThread()
         try:
-            peer = thread.call(Peer.start(_peer_options(options, folder)), stop=stop.event)
+            peer = thread.call(Peer.start(options), stop=stop.event)
             stop.on_second = peer.abandon
             try:
-                _relay(peer, folder, thread, stop, say)
+                _relay(peer, folder, thread, stop, say, presence.secret_file)
             finally:
                 thread.call(peer.close())
         except concurrent.futures.CancelledError:
@@ -56,7 +48,14 @@ def run(options: RelayOptions, say: Callable[[str], None]) -> int:
     return 0
 
 
-def _relay(peer: Peer, folder: RunFolder, thread: NetworkThread, stop: Stop, say: Callable[[str], None]) -> None:
+def _relay(
+    peer: Peer,
+    folder: RunFolder,
+    thread: NetworkThread,
+    stop: Stop,
+    say: Callable[[str], None],
+    secret_file: Path | None,
+) -> None:
     for warning in peer.warnings:
         say(f"warning: {warning}")
     for address in peer.addresses:
@@ -64,7 +63,7 @@ def _relay(peer: Peer, folder: RunFolder, thread: NetworkThread, stop: Stop, say
     if peer.local_only:
         say("only peers on this machine can dial it; for others use --host 0.0.0.0")
     if peer.addresses:
-        say(f"others join by: gasloc join --peers {peer.addresses[0]}")
+        say(f"others join by: {join_command(peer.addresses, secret_file)}")
     stored = folder.read_card()
     card = RunCard(stored.run, stored.digest, stored.document) if stored else None
     entered, members = False, -1
@@ -91,15 +90,3 @@ def _keep_peers(peer: Peer, folder: RunFolder) -> None:
     addresses = [address for member in peer.membership.members().values() for address in member.addresses]
     if addresses:
         folder.write_peers(addresses[:64])
-
-
-def _peer_options(options: RelayOptions, folder: RunFolder) -> PeerOptions:
-    return PeerOptions(
-        identity_path=folder.identity_path,
-        host=options.host,
-        port=options.port,
-        announce=options.announce,
-        initial_peers=options.initial_peers,
-        cached_peers=tuple(folder.read_peers()),
-        relay=True,
-    )

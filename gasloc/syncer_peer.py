@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import safetensors.torch
@@ -29,16 +29,18 @@ from gasloc.events import (
     Stopped,
     Warned,
 )
+from gasloc.first_look import first_look
+from gasloc.presence import Presence, join_command
 from gasloc.recipe import Recipe, parse
 from gasloc.replica import Replica
 from gasloc.run_folder import RunFolder, StoredCard, write_whole
 from gasloc.stop import Stop
 from gasloc.syncer import Merged, Syncer
-from gasloc.worker import check_live, join_command, reporting, stop_at_eof
-from peers.errors import DaemonError, PeersError, UnreachableError
+from gasloc.worker import check_live, reporting, stop_at_eof
+from peers.errors import DaemonError, PeersError
 from peers.exchange import PeerId
 from peers.membership import MemberState, Status
-from peers.node import Peer, PeerOptions, RunCard, Snapshot
+from peers.node import Peer, RunCard, Snapshot
 from peers.thread import NetworkThread
 
 CHECKPOINT_INTERVAL_S = 10.0
@@ -54,18 +56,10 @@ _KEPT_PEERS = 64
 class SyncerPeerOptions:
     """What a person may choose about a syncer; the run itself is in the recipe."""
 
-    folder: Path
-    host: str
-    port: int
-    announce: tuple[str, ...]
-    identity: Path | None
-    initial_peers: tuple[str, ...]
+    presence: Presence
     threads: int
     json: bool
     stop_on_eof: bool
-    secret_file: Path | None = None
-    allow_file: Path | None = None
-    deny_file: Path | None = None
 
 
 def run(options: SyncerPeerOptions, make_recipe: Callable[[Recipe | None], Recipe]) -> int:
@@ -74,7 +68,7 @@ def run(options: SyncerPeerOptions, make_recipe: Callable[[Recipe | None], Recip
     `make_recipe` gets the folder's recipe, or None in a new folder, and gives the one to train. Ends when the
     last round is merged and no learner is left, or when told to stop; a checkpoint is saved in either case.
     """
-    with Stop() as stop, contextlib.closing(RunFolder(options.folder)) as folder:
+    with Stop() as stop, contextlib.closing(RunFolder(options.presence.folder)) as folder:
         if options.stop_on_eof:
             threading.Thread(target=stop_at_eof, args=(stop,), daemon=True, name="stdin").start()
         with reporting(folder, as_json=options.json) as events:
@@ -108,13 +102,12 @@ def _serve(
         document=recipe.model_dump_json().encode(),
     )
     with contextlib.closing(NetworkThread()) as thread:
-        peer = _start_peer(thread, options, folder, stop.event, events)
+        peer = _start_peer(thread, options, folder, stop.event)
         stop.on_second = peer.abandon
         try:
             folder.write_card(StoredCard(run=card.run, digest=card.digest, document=card.document))
             _keep_port(folder, peer)
-            secret_file = options.secret_file
-            _SyncerPeer(recipe, card, folder, events, stop.event, thread, peer, secret_file).run()
+            _SyncerPeer(recipe, card, folder, events, stop.event, thread, peer, options.presence.secret_file).run()
         finally:
             thread.call(peer.close())
 
@@ -337,37 +330,19 @@ def embeddings(decoder: nn.Module) -> list[str]:
     return [name for name, parameter in decoder.named_parameters() if id(parameter) in held]
 
 
-def _start_peer(
-    thread: NetworkThread, options: SyncerPeerOptions, folder: RunFolder, stop: threading.Event, events: EventLog
-) -> Peer:
+def _start_peer(thread: NetworkThread, options: SyncerPeerOptions, folder: RunFolder, stop: threading.Event) -> Peer:
     """Starts the peer at the folder's port, where learners look for it, and joins those that are still there.
 
     The port of a syncer that was killed is waited for; where no learner of the last time answers, the syncer
     begins alone and is found by those that come back.
     """
-    port = options.port or _kept_port(folder)
-    deadline = time.monotonic() + (PORT_PATIENCE_S if port and not options.port else 0.0)
-    known = tuple(folder.read_peers())
-    initial = options.initial_peers or known
+    presence = options.presence
+    port = presence.port or _kept_port(folder)
+    deadline = time.monotonic() + (PORT_PATIENCE_S if port and not presence.port else 0.0)
+    chosen = replace(presence.peer_options(folder, cached_peers=tuple(folder.read_peers())), port=port)
     while True:
-        peer_options = PeerOptions(
-            identity_path=options.identity or folder.identity_path,
-            host=options.host,
-            port=port,
-            announce=options.announce,
-            initial_peers=initial,
-            patience_s=5.0 if options.initial_peers else 0.0,
-            secret_file=options.secret_file,
-            allow_file=options.allow_file,
-            deny_file=options.deny_file,
-        )
         try:
-            return thread.call(Peer.start(peer_options), stop=stop)
-        except UnreachableError as error:
-            if options.initial_peers:
-                raise
-            events.emit(Warned(f"no learner of the last time answers, waiting for them to come: {error}"))
-            initial = ()
+            return thread.call(Peer.start(first_look(chosen, stop)), stop=stop)
         except DaemonError:
             if time.monotonic() > deadline:
                 raise

@@ -4,13 +4,11 @@ import concurrent.futures
 import contextlib
 import json
 import os
-import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import typer
@@ -21,6 +19,7 @@ from gasloc.consensus import consensus
 from gasloc.errors import GaslocError, RecipeError, UsageError
 from gasloc.events import EventLog, Failed, Joined, Listening, RunStarted, Stopped, Warned
 from gasloc.first_look import first_look
+from gasloc.presence import Presence, join_command
 from gasloc.recipe import SIMULATED_ONLY, Recipe, parse
 from gasloc.run_folder import RunFolder, StoredCard
 from gasloc.stability import Verdict
@@ -29,7 +28,7 @@ from gasloc.swarm import Swarm
 from gasloc.trainer import Trainer
 from gasloc.view import LiveView, PlainView
 from peers.errors import PeersError
-from peers.node import PeerOptions, RunCard
+from peers.node import RunCard
 
 EOF_STOP_S = 15.0
 """After our parent is gone: how long an orderly end may take."""
@@ -39,21 +38,13 @@ EOF_STOP_S = 15.0
 class WorkerOptions:
     """What a person may choose about one peer; the run itself is in the recipe."""
 
-    folder: Path
-    host: str
-    port: int
-    announce: tuple[str, ...]
-    identity: Path | None
-    initial_peers: tuple[str, ...]
+    presence: Presence
     data: str | None
     device: str
     threads: int
     json: bool
     wait_for: int
     stop_on_eof: bool
-    secret_file: Path | None = None
-    allow_file: Path | None = None
-    deny_file: Path | None = None
 
 
 def start(options: WorkerOptions, make_recipe: Callable[[Recipe | None], Recipe]) -> int:
@@ -70,7 +61,7 @@ def start(options: WorkerOptions, make_recipe: Callable[[Recipe | None], Recipe]
             raise UsageError("recipe: topology = 'syncer': its syncer begins the run, with 'gasloc syncer'")
         # whoever brings a run back may be the first: those it met before are looked for, and not insisted on
         cached = tuple(folder.read_peers())
-        chosen = first_look(_peer_options(options, folder, options.initial_peers, cached), stop)
+        chosen = first_look(options.presence.peer_options(folder, cached_peers=cached), stop)
         return Swarm.start(recipe, chosen, run=stored.run if stored else None, stop=stop)
 
     return _run(options, open_swarm)
@@ -83,7 +74,8 @@ def join(options: WorkerOptions) -> int:
         stored = folder.read_card()
         expected = RunCard(stored.run, stored.digest, stored.document) if stored else None
         cached = tuple(folder.read_peers())
-        chosen = _peer_options(options, folder, options.initial_peers or cached, cached)
+        initial = options.presence.initial_peers or cached
+        chosen = options.presence.peer_options(folder, initial_peers=initial, cached_peers=cached)
         swarm = Swarm.join(first_look(chosen, stop), expected=expected, stop=stop)
         try:
             check_live(swarm.recipe)
@@ -110,7 +102,7 @@ def check_live(recipe: Recipe) -> None:
 
 
 def _run(options: WorkerOptions, open_swarm: Callable[[RunFolder, threading.Event], Swarm]) -> int:
-    with Stop() as stop, contextlib.closing(RunFolder(options.folder)) as folder:
+    with Stop() as stop, contextlib.closing(RunFolder(options.presence.folder)) as folder:
         if options.stop_on_eof:
             threading.Thread(target=stop_at_eof, args=(stop,), daemon=True, name="stdin").start()
         with reporting(folder, as_json=options.json) as events:
@@ -159,7 +151,7 @@ def _train(
             Listening(
                 peer=swarm.me,
                 addresses=tuple(swarm.addresses),
-                join=join_command(swarm.addresses, options.secret_file),
+                join=join_command(swarm.addresses, options.presence.secret_file),
                 local_only=swarm.local_only,
             )
         )
@@ -199,18 +191,10 @@ def _train(
         _keep_peers(folder, options, swarm)
 
 
-def join_command(addresses: Sequence[str], secret_file: Path | None) -> str:
-    """What others type to join; empty where nobody can dial us."""
-    if not addresses:
-        return ""
-    secret = f" --secret-file {shlex.quote(str(secret_file))}" if secret_file else ""
-    return f"gasloc join --peers {addresses[0]}{secret}"
-
-
 def _keep_peers(folder: RunFolder, options: WorkerOptions, swarm: Swarm) -> None:
     """Keeps where the swarm can be reached, for a `join --dir` without `--peers`."""
     others = [address for member in swarm.others().values() for address in member.addresses]
-    addresses = list(dict.fromkeys([*others, *options.initial_peers]))
+    addresses = list(dict.fromkeys([*others, *options.presence.initial_peers]))
     if addresses:
         folder.write_peers(addresses[:64])
 
@@ -229,22 +213,6 @@ def reporting(folder: RunFolder, *, as_json: bool) -> Iterator[EventLog]:
         if view is not None:
             view.close()
         events.close()
-
-
-def _peer_options(
-    options: WorkerOptions, folder: RunFolder, initial_peers: tuple[str, ...], cached_peers: tuple[str, ...]
-) -> PeerOptions:
-    return PeerOptions(
-        identity_path=options.identity or folder.identity_path,
-        host=options.host,
-        port=options.port,
-        announce=options.announce,
-        initial_peers=initial_peers,
-        cached_peers=cached_peers,
-        secret_file=options.secret_file,
-        allow_file=options.allow_file,
-        deny_file=options.deny_file,
-    )
 
 
 def stop_at_eof(stop: Stop) -> None:

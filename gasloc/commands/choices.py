@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gasloc.commands.options import check_ip, split_addresses
 from gasloc.errors import UsageError
+from gasloc.run_folder import default_path
 
 if TYPE_CHECKING:
+    from gasloc.presence import Presence
     from gasloc.recipe import Recipe
 
 
@@ -31,9 +36,36 @@ def choose_recipe(name: str | None, changes: dict[str, object], stored: Recipe |
     return stored
 
 
+def presence(
+    *,
+    dir: Path | None,
+    host: str,
+    port: int,
+    public_ip: list[str] | None,
+    announce_maddr: list[str] | None,
+    peers: list[str] | None,
+    identity: Path | None,
+    secret_file: Path | None,
+    allow_file: Path | None,
+    deny_file: Path | None,
+) -> Presence:
+    """Where the peer is, of the flags. Raises `UsageError` or `AddressError` for a malformed one."""
+    from gasloc.presence import Presence
+
+    return Presence(
+        folder=dir or default_path(time.time()),
+        host=check_ip("--host", host),
+        port=port,
+        announce=announced(public_ip, announce_maddr),
+        identity=identity,
+        initial_peers=split_addresses(peers),
+        secret_file=secret_file,
+        allow_file=allow_file,
+        deny_file=deny_file,
+    )
+
+
 def announced(public_ip: list[str] | None, announce_maddr: list[str] | None) -> tuple[str, ...]:
     """What to tell others to dial. Raises `UsageError` for a malformed IP address."""
-    from gasloc.commands.options import check_ip
-
     ips = [check_ip("--public-ip", value) for value in public_ip or ()]
     return (*ips, *(announce_maddr or ()))

@@ -1,11 +1,8 @@
 """`gasloc join`: become a peer of a run."""
 
-import time
-
 from gasloc.commands import options
-from gasloc.commands.choices import announced
+from gasloc.commands.choices import presence
 from gasloc.errors import UsageError
-from gasloc.run_folder import default_path
 
 
 def join(
@@ -27,30 +24,31 @@ def join(
     stop_on_eof: options.StopOnEof = False,
 ) -> int:
     """Join a run: recipe and current state come from the peers at the addresses given."""
-    announce = announced(public_ip, announce_maddr)
-    options.check_ip("--host", host)
-    addresses = options.split_addresses(peers)
-    if not addresses and (dir is None or not (dir / "peers.json").exists()):
+    place = presence(
+        dir=dir,
+        host=host,
+        port=port,
+        public_ip=public_ip,
+        announce_maddr=announce_maddr,
+        peers=peers,
+        identity=identity,
+        secret_file=secret_file,
+        allow_file=allow_file,
+        deny_file=deny_file,
+    )
+    if not place.initial_peers and (dir is None or not (dir / "peers.json").exists()):
         raise UsageError("--peers is needed: the address that 'gasloc start' printed on the first machine")
 
     from gasloc import worker
 
     return worker.join(
         worker.WorkerOptions(
-            folder=dir or default_path(time.time()),
-            host=host,
-            port=port,
-            announce=announce,
-            identity=identity,
-            initial_peers=addresses,
+            presence=place,
             data=data,
             device=device,
             threads=threads,
             json=json,
             wait_for=wait_for,
             stop_on_eof=stop_on_eof,
-            secret_file=secret_file,
-            allow_file=allow_file,
-            deny_file=deny_file,
         )
     )

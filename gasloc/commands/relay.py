@@ -1,12 +1,9 @@
 """`gasloc relay`: help peers that cannot be dialled, and train nothing."""
 
-import time
-
 import typer
 
 from gasloc.commands import options
-from gasloc.commands.choices import announced
-from gasloc.run_folder import default_path
+from gasloc.commands.choices import presence
 
 
 def relay(
@@ -15,22 +12,26 @@ def relay(
     host: options.Host = "0.0.0.0",
     public_ip: options.PublicIp = None,
     announce_maddr: options.AnnounceMaddr = None,
+    identity: options.Identity = None,
+    secret_file: options.SecretFile = None,
+    allow_file: options.AllowFile = None,
+    deny_file: options.DenyFile = None,
     peers: options.Peers = None,
 ) -> int:
     """Carry streams between peers that cannot be dialled, and be an address to join at; trains nothing."""
-    announce = announced(public_ip, announce_maddr)
-    options.check_ip("--host", host)
-    addresses = options.split_addresses(peers)
+    place = presence(
+        dir=dir,
+        host=host,
+        port=port,
+        public_ip=public_ip,
+        announce_maddr=announce_maddr,
+        peers=peers,
+        identity=identity,
+        secret_file=secret_file,
+        allow_file=allow_file,
+        deny_file=deny_file,
+    )
 
     from gasloc import relay as relaying
 
-    return relaying.run(
-        relaying.RelayOptions(
-            folder=dir or default_path(time.time()),
-            host=host,
-            port=port,
-            announce=announce,
-            initial_peers=addresses,
-        ),
-        typer.echo,
-    )
+    return relaying.run(place, typer.echo)

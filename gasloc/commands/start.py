@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from gasloc.commands import options
-from gasloc.commands.choices import announced, choose_recipe
-from gasloc.run_folder import default_path
+from gasloc.commands.choices import choose_recipe, presence
 
 if TYPE_CHECKING:
     from gasloc.recipe import Recipe
@@ -43,8 +41,18 @@ def start(
         "topology": topology,
         "seed": seed,
     }
-    announce = announced(public_ip, announce_maddr)
-    options.check_ip("--host", host)
+    place = presence(
+        dir=dir,
+        host=host,
+        port=port,
+        public_ip=public_ip,
+        announce_maddr=announce_maddr,
+        peers=peers,
+        identity=identity,
+        secret_file=secret_file,
+        allow_file=allow_file,
+        deny_file=deny_file,
+    )
 
     def make_recipe(stored: Recipe | None) -> Recipe:
         return choose_recipe(recipe, changes, stored)
@@ -56,21 +64,13 @@ def start(
 
     return worker.start(
         worker.WorkerOptions(
-            folder=dir or default_path(time.time()),
-            host=host,
-            port=port,
-            announce=announce,
-            identity=identity,
-            initial_peers=options.split_addresses(peers),
+            presence=place,
             data=data,
             device=device,
             threads=threads,
             json=json,
             wait_for=wait_for,
             stop_on_eof=stop_on_eof,
-            secret_file=secret_file,
-            allow_file=allow_file,
-            deny_file=deny_file,
         ),
         make_recipe,
     )
