@@ -4,7 +4,7 @@ Two implementations, held to one contract test suite: `peers.stream_exchange.Str
 streams, or over in-memory pipes) and `peers.memory_exchange.MemoryExchange` (one process, no bytes).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -91,11 +91,13 @@ class Swap:
 
     answer: Answer
     reason: str
-    """In words, fit for a log line."""
+    """In words, fit for a log line after the partner's id, which it does not repeat."""
     tensors: Tensors | None = None
     """Whole, checksummed, of the expected layout, acknowledged by both; ours to keep. None unless ACCEPT."""
     note: Mapping[str, float] = field(default_factory=dict)
     their_round: int | None = None
+    next_slot_s: float | None = None
+    """In how many seconds a partner that is ahead will be at its next round, going by its last; None: not known."""
     at_fault: bool = False
     """The partner sent what it must not: it is to blame that there are no tensors, not a link and not we."""
     bytes_sent: int = 0
@@ -118,5 +120,21 @@ class Exchange(Protocol):
         A partner not yet at this slot is waited for, up to `timeout_s`. Sent tensors must not change before
         this returns; they are only read. Slots must not decrease from call to call: a partner that asks for
         an earlier slot is answered `ahead` with our round.
+        """
+        ...
+
+    async def swap_any(
+        self, slot: Slot, candidates: Sequence[PeerId], offer: Offer, *, timeout_s: float
+    ) -> dict[PeerId, Swap]:
+        """Trades with one peer that is left over in `slot`, as we are: the first of `candidates` that can be had.
+
+        To be called after `swap` in the same slot, where none of its trades began; a peer that will not look for
+        others calls it too, without candidates, which tells those who still count on it. While it runs, any peer
+        of the run that is left over in that slot may choose us, whether it is a candidate of ours or not.
+
+        Returns what came of each that was asked, and of the one that chose us: at most one is `ACCEPT`, and at most
+        one trade began, whatever came of it. Ends with the trade; or, within about `timeout_s`, once time is over;
+        or at once when each candidate is known to mix with another, to have gone on, or to be gone. One that is not
+        there yet, or still waits for its own partners, is asked again.
         """
         ...

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from peers.errors import ProtocolError
 from peers.exchange import Answer, PeerId, Slot
@@ -34,6 +35,8 @@ class Hello:
     """How long the dialler will wait for an answer."""
     note: Mapping[str, float] = field(default_factory=dict)
     version: int = PROTOCOL_VERSION
+    left_over: bool = False
+    """The dialler's own partners are not to be had: it asks whether we are left over in its slot, too."""
 
     def to_json(self) -> dict[str, object]:
         """As plain data."""
@@ -44,6 +47,7 @@ class Hello:
             "slot": [self.slot.round, self.slot.mix, self.slot.phase],
             "patience_s": self.patience_s,
             "note": dict(self.note),
+            "left_over": self.left_over,
         }
 
     @classmethod
@@ -56,6 +60,7 @@ class Hello:
             patience_s=min(_number("patience_s", value.get("patience_s")), MAX_PATIENCE_S),
             note=read_note(value.get("note")),
             version=_whole("version", value.get("version")),
+            left_over=_flag("left_over", value.get("left_over", False)),
         )
 
 
@@ -68,6 +73,8 @@ class Reply:
     round: int | None = None
     """The round that the answering peer is at; None before its first."""
     note: Mapping[str, float] = field(default_factory=dict)
+    next_slot_s: float | None = None
+    """In how many seconds it will be at its next round, if that takes as long as the last; None: not known."""
 
     def to_json(self) -> dict[str, object]:
         """As plain data."""
@@ -76,6 +83,7 @@ class Reply:
             "reason": self.reason,
             "round": self.round,
             "note": dict(self.note),
+            "next_slot_s": self.next_slot_s,
         }
 
     @classmethod
@@ -84,12 +92,13 @@ class Reply:
         answer = value.get("answer")
         if not (isinstance(answer, str) and answer in _REPLIES):
             raise ProtocolError(f"a reply with the unknown answer {clean(repr(answer))}")
-        round_ = value.get("round")
+        round_, next_slot_s = value.get("round"), value.get("next_slot_s")
         return cls(
             answer=Answer(answer),
             reason=reason_of(value),
             round=None if round_ is None else _whole("round", round_),
             note=read_note(value.get("note")),
+            next_slot_s=None if next_slot_s is None else _number("next_slot_s", next_slot_s),
         )
 
 
@@ -129,6 +138,12 @@ def _number(key: str, value: object) -> float:
     raise ProtocolError(f"'{key}' is not a finite number")
 
 
+def _flag(key: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ProtocolError(f"'{key}' is neither true nor false")
+    return value
+
+
 def _slot(value: object) -> Slot:
     if not (isinstance(value, list) and len(value) == 3):
         raise ProtocolError("'slot' is not [round, mix, phase]")
@@ -159,21 +174,62 @@ def mismatch(hello: Hello, *, run: str, digest: str) -> str | None:
     return None
 
 
+class Stage(Enum):
+    """How far a peer is in a slot, to others that are left over in it."""
+
+    WAITING = auto()
+    """It waits for its own partners."""
+    LEFT = auto()
+    """None of them came to trade; it has not said yet whether it looks for another."""
+    OPEN = auto()
+    """It looks for anybody."""
+    ASKING = auto()
+    """It has asked one, and waits for the answer."""
+    TAKEN = auto()
+    """A trade has begun."""
+    OVER = auto()
+    """It goes on alone."""
+
+
 class Place:
-    """Which slots a peer has reached. Rounds and mixes only grow; phases of one mix come in any order."""
+    """Which slots a peer has reached, and its stage in each that is not passed.
+
+    Rounds and mixes only grow; phases of one mix come in any order.
+    """
 
     def __init__(self) -> None:
         self.latest: Slot | None = None
-        self._phases: set[str] = set()
+        self._stages: dict[str, Stage] = {}
+        self._began_s = 0.0
+        self._round_s: float | None = None
 
-    def reach(self, slot: Slot) -> None:
-        """Moves on to `slot`. Raises `ValueError` when its round and mix are before the latest."""
+    def reach(self, slot: Slot, now_s: float) -> None:
+        """Moves on to `slot`; `now_s` by any clock that does not go back.
+
+        Raises `ValueError` when its round and mix are before the latest.
+        """
         if self._compare(slot) < 0:
             raise ValueError(f"{words(slot)} comes before {words(slot if not self.latest else self.latest)}")
         if self._compare(slot) > 0:
-            self._phases.clear()
-        self._phases.add(slot.phase)
+            self._stages.clear()
+        if self.latest is None or slot.round > self.latest.round:
+            self._round_s = None if self.latest is None else (now_s - self._began_s) / (slot.round - self.latest.round)
+            self._began_s = now_s
+        self._stages.setdefault(slot.phase, Stage.WAITING)
         self.latest = slot
+
+    def enter(self, slot: Slot, stage: Stage) -> None:
+        """Tells the stage in a slot that was reached; without effect once it is passed."""
+        if self._compare(slot) == 0 and slot.phase in self._stages:
+            self._stages[slot.phase] = stage
+
+    def stage(self, slot: Slot) -> Stage | None:
+        """The stage in a slot; None where it is not reached, or passed."""
+        return self._stages.get(slot.phase) if self._compare(slot) == 0 else None
+
+    def next_slot_s(self, now_s: float) -> float | None:
+        """In how many seconds the next round is reached, if it takes as long as the last; None: not known."""
+        return None if self._round_s is None else max(self._began_s + self._round_s - now_s, 0.0)
 
     def is_ahead_of(self, slot: Slot) -> bool:
         """Whether `slot` can no longer be reached."""
@@ -181,7 +237,7 @@ class Place:
 
     def has_reached(self, slot: Slot) -> bool:
         """Whether `slot` was begun, or passed."""
-        return self._compare(slot) < 0 or (self._compare(slot) == 0 and slot.phase in self._phases)
+        return self._compare(slot) < 0 or (self._compare(slot) == 0 and slot.phase in self._stages)
 
     @property
     def round(self) -> int | None:
@@ -205,6 +261,8 @@ def judge(hello: Hello, *, run: str, digest: str, place: Place, waiting: bool) -
     different = mismatch(hello, run=run, digest=digest)
     if different:
         return Answer.REFUSED, different
+    if hello.left_over:
+        return whereabouts_left_over(hello.slot, place)
     if waiting:
         return Answer.ACCEPT, "expected"
     return whereabouts(hello.slot, place)
@@ -219,6 +277,24 @@ def whereabouts(slot: Slot, place: Place) -> tuple[Answer, str]:
     if place.has_reached(slot):
         return Answer.PAIRED_ELSEWHERE, f"the partner does not wait for us in {words(slot)}, or no longer does"
     return Answer.BEHIND, f"asked for {words(slot)}; the partner is at {words(place.latest)}"
+
+
+def whereabouts_left_over(slot: Slot, place: Place) -> tuple[Answer, str]:
+    """How a peer at `place` answers one that is left over in `slot` and looks for any other."""
+    stage = place.stage(slot)
+    if stage is None:
+        return whereabouts(slot, place)
+    return _TO_THE_LEFT_OVER[stage]
+
+
+_TO_THE_LEFT_OVER = {
+    Stage.WAITING: (Answer.BEHIND, "it still waits for its own partners"),
+    Stage.LEFT: (Answer.BEHIND, "its own partners did not come, and it does not look for others yet"),
+    Stage.OPEN: (Answer.ACCEPT, "left over too"),
+    Stage.ASKING: (Answer.BUSY, "it asks another just now"),
+    Stage.TAKEN: (Answer.PAIRED_ELSEWHERE, "it mixes with another"),
+    Stage.OVER: (Answer.PAIRED_ELSEWHERE, "it went on alone"),
+}
 
 
 def words(slot: Slot) -> str:

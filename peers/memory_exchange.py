@@ -1,14 +1,14 @@
 """`Exchange` in one process: no bytes, no streams, the same answers."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from peers import codec
 from peers.exchange import Answer, Offer, PeerId, Slot, Swap, Tensors, layout_of
-from peers.hello import Place, whereabouts, words
+from peers.hello import Place, Stage, whereabouts, whereabouts_left_over, words
 from peers.stream_exchange import check_offers
 from peers.table import first_difference
 
@@ -31,6 +31,16 @@ class _Wait:
             self.outcome.set_result(swap)
 
 
+@dataclass(slots=True, eq=False)
+class _Look:
+    """What a peer that is left over in a slot has to give: one trade, with whoever comes first."""
+
+    candidates: Sequence[PeerId]
+    wait: _Wait
+    partner: PeerId | None = None
+    """Set once the trade has begun."""
+
+
 class MemoryHub:
     """The peers of one process that can reach each other. All must run on one event loop.
 
@@ -41,7 +51,7 @@ class MemoryHub:
         self.carry = carry
         self.members: dict[PeerId, MemoryExchange] = {}
         self.waiting: dict[PeerId, dict[tuple[MemoryExchange, Slot], None]] = {}
-        """Who waits for a peer, and in which slots."""
+        """Who waits for a peer, or would have it as its next choice, and in which slots."""
 
 
 class MemoryExchange:
@@ -55,6 +65,7 @@ class MemoryExchange:
         self._me = me
         self._place = Place()
         self._waits: dict[tuple[Slot, PeerId], _Wait] = {}
+        self._looks: dict[Slot, _Look] = {}
         hub.members[me] = self
 
     @property
@@ -65,8 +76,9 @@ class MemoryExchange:
     async def close(self) -> None:
         """Leaves the hub: our swaps end with `STOPPED`, those that wait for us with `UNREACHABLE`."""
         self._hub.members.pop(self._me, None)
-        await _stop([wait.transfer for wait in self._waits.values() if wait.transfer])
-        for wait in list(self._waits.values()):
+        waits = [*self._waits.values(), *(look.wait for look in self._looks.values())]
+        await _stop([wait.transfer for wait in waits if wait.transfer])
+        for wait in waits:
             wait.end(Swap(Answer.STOPPED, "this peer is leaving"))
         self._tell_others()
 
@@ -77,7 +89,9 @@ class MemoryExchange:
         for partner in offers:
             if (slot, partner) in self._waits:
                 raise ValueError(f"a swap with {partner} in {words(slot)} is under way already")
-        self._place.reach(slot)
+        began = loop.time()
+        self._place.reach(slot, began)
+        self._place.enter(slot, Stage.WAITING)
         unfit = _unfit(offers)
         if unfit:
             self._tell_others()
@@ -95,20 +109,98 @@ class MemoryExchange:
             for wait in waits.values():
                 if wait.transfer:
                     await wait.outcome
-            return {
-                partner: wait.outcome.result() if wait.outcome.done() else self._too_late(slot, partner)
-                for partner, wait in waits.items()
-            }
+            waited_s = loop.time() - began
+            for partner, wait in waits.items():
+                wait.end(self._too_late(slot, partner))
+            return {partner: _timed(wait.outcome.result(), waited_s) for partner, wait in waits.items()}
         finally:
             for partner in waits:
                 self._waits.pop((slot, partner), None)
                 self._hub.waiting[partner].pop((self, slot), None)
             await _stop([wait.transfer for wait in waits.values() if wait.transfer and not wait.outcome.done()])
+            if self._place.stage(slot) is Stage.WAITING:
+                self._place.enter(slot, Stage.LEFT)
+
+    async def swap_any(
+        self, slot: Slot, candidates: Sequence[PeerId], offer: Offer, *, timeout_s: float
+    ) -> dict[PeerId, Swap]:
+        """See `Exchange.swap_any` and, for what it raises, `StreamExchange.swap_any`."""
+        offers = dict.fromkeys(candidates, offer)
+        check_offers(self._me, offers)
+        loop = asyncio.get_running_loop()
+        if slot in self._looks:
+            raise ValueError(f"a search in {words(slot)} is under way already")
+        began = loop.time()
+        self._place.reach(slot, began)
+        unfit = _unfit(offers)
+        if unfit or not candidates:
+            self._move(slot, Stage.OVER)
+            return {peer: Swap(Answer.REFUSED, f"nothing was sent: our own {unfit}") for peer in offers}
+        look = self._looks[slot] = _Look(tuple(candidates), _Wait(offer, loop.create_future()))
+        for peer in candidates:
+            self._hub.waiting.setdefault(peer, {})[self, slot] = None
+        try:
+            self._place.enter(slot, Stage.OPEN)
+            self._look_on(slot)
+            self._tell_others()
+            await asyncio.wait([look.wait.outcome], timeout=timeout_s)
+            if look.wait.transfer:
+                await look.wait.outcome
+            waited_s = loop.time() - began
+            swaps = {peer: self._would_say(slot, peer, waited_s) for peer in candidates if peer != look.partner}
+            if look.partner is not None:
+                swaps[look.partner] = look.wait.outcome.result()
+            return swaps
+        finally:
+            for peer in candidates:
+                self._hub.waiting[peer].pop((self, slot), None)
+            del self._looks[slot]
+            if look.partner is None:
+                self._move(slot, Stage.OVER)
+            if look.wait.transfer and not look.wait.outcome.done():
+                await _stop([look.wait.transfer])
+
+    def _move(self, slot: Slot, stage: Stage) -> None:
+        """Enters another stage of a slot, and has those that wait for us look again, once this is through."""
+        self._place.enter(slot, stage)
+        asyncio.get_running_loop().call_soon(self._tell_others)
 
     def _tell_others(self) -> None:
         """Has those that wait for us look again."""
         for other, slot in list(self._hub.waiting.get(self._me, ())):
-            other._consider(slot, self._me)
+            if (slot, self._me) in other._waits:
+                other._consider(slot, self._me)
+            if slot in other._looks:
+                other._look_on(slot)
+
+    def _look_on(self, slot: Slot) -> None:
+        """Begins the trade with our first candidate that is left over, too; ends the search if none can be any more."""
+        look = self._looks[slot]
+        if look.partner is not None or look.wait.outcome.done():
+            return
+        answers = set()
+        for peer in look.candidates:
+            other = self._hub.members.get(peer)
+            theirs = other._looks.get(slot) if other else None
+            if other and theirs and theirs.partner is None and not theirs.wait.outcome.done():
+                look.partner, theirs.partner = other.me, self._me
+                self._trade(slot, look.wait, other, theirs.wait)
+                return
+            answers.add(whereabouts_left_over(slot, other._place)[0] if other else Answer.UNREACHABLE)
+        if not answers & {Answer.BEHIND, Answer.ACCEPT}:
+            look.wait.end(Swap(Answer.PAIRED_ELSEWHERE, "nobody else is left over"))
+
+    def _would_say(self, slot: Slot, candidate: PeerId, waited_s: float) -> Swap:
+        """A candidate's last answer, as far as it was not the one to trade with."""
+        if self._me not in self._hub.members:
+            return Swap(Answer.STOPPED, "this peer is leaving", seconds=waited_s)
+        other = self._hub.members.get(candidate)
+        if other is None:
+            return Swap(Answer.UNREACHABLE, "cannot be reached: it is not in this process", seconds=waited_s)
+        answer, reason = whereabouts_left_over(slot, other._place)
+        if answer is Answer.ACCEPT:
+            answer, reason = Answer.BUSY, "left over too, while this peer mixes with another"
+        return Swap(answer, reason, their_round=other._place.round, seconds=waited_s)
 
     def _consider(self, slot: Slot, partner: PeerId) -> None:
         """Ends our wait for a partner if that can be decided now."""
@@ -117,7 +209,7 @@ class MemoryExchange:
         if wait.outcome.done() or wait.transfer:
             return
         if other is None:
-            wait.end(Swap(Answer.UNREACHABLE, f"{partner} cannot be reached: it is not in this process"))
+            wait.end(Swap(Answer.UNREACHABLE, "cannot be reached: it is not in this process"))
             return
         theirs = other._waits.get((slot, self._me))
         if theirs and not theirs.outcome.done() and not theirs.transfer:
@@ -125,14 +217,16 @@ class MemoryExchange:
             return
         answer, reason = whereabouts(slot, other._place)
         if answer is not Answer.BEHIND:
-            wait.end(Swap(answer, f"{partner}: {reason}", their_round=other._place.round))
+            wait.end(self._declined(answer, reason, other))
 
     def _trade(self, slot: Slot, ours: _Wait, other: "MemoryExchange", theirs: _Wait) -> None:
         """Both sides at once: both get the other's tensors, or neither does."""
+        self._move(slot, Stage.TAKEN)
+        other._move(slot, Stage.TAKEN)
         problem = _problem(ours.offer, theirs.offer) or _problem(theirs.offer, ours.offer)
         if problem:
             for wait in (ours, theirs):
-                wait.end(Swap(Answer.REFUSED, f"{self.me} and {other.me}: {problem}"))
+                wait.end(Swap(Answer.REFUSED, problem))
             return
         swaps = (_traded(slot, theirs.offer), _traded(slot, ours.offer))
         if self._hub.carry is None:
@@ -153,7 +247,7 @@ class MemoryExchange:
             asyncio.ensure_future(carry(self.me, other.me, ours.offer.send)),
             asyncio.ensure_future(carry(other.me, self.me, theirs.offer.send)),
         ]
-        broken = f"the transfer of {self.me} and {other.me} broke"
+        broken = "the transfer broke"
         try:
             sent, came = await asyncio.gather(*legs)
         except ConnectionError as error:
@@ -174,9 +268,18 @@ class MemoryExchange:
     def _too_late(self, slot: Slot, partner: PeerId) -> Swap:
         other = self._hub.members.get(partner)
         if other is None:
-            return Swap(Answer.UNREACHABLE, f"{partner} left")
+            return Swap(Answer.UNREACHABLE, "left")
         _, reason = whereabouts(slot, other._place)
-        return Swap(Answer.BEHIND, f"{partner}: {reason}", their_round=other._place.round)
+        return self._declined(Answer.BEHIND, reason, other)
+
+    def _declined(self, answer: Answer, reason: str, other: "MemoryExchange") -> Swap:
+        next_slot_s = other._place.next_slot_s(asyncio.get_running_loop().time())
+        return Swap(answer, reason, their_round=other._place.round, next_slot_s=next_slot_s)
+
+
+def _timed(swap: Swap, waited_s: float) -> Swap:
+    """With the wait for a partner with which no transfer came to an end."""
+    return swap if swap.answer is Answer.ACCEPT else replace(swap, seconds=waited_s)
 
 
 def _traded(slot: Slot, given: Offer) -> Swap:

@@ -5,52 +5,35 @@ import contextlib
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, TypeVar
 
 import torch
 
 from peers import codec
 from peers.body import Body
 from peers.codec import CodecName
-from peers.errors import (
-    DaemonError,
-    GarbledError,
-    LayoutError,
-    ProtocolError,
-    RefusedError,
-    UnreachableError,
-    WireError,
-)
+from peers.errors import GarbledError, LayoutError, ProtocolError, RefusedError, WireError
 from peers.exchange import Answer, Offer, PeerId, Slot, Swap, Tensors, layout_of
-from peers.hello import MAX_PATIENCE_S, Hello, Reply, dials, read_note, words
+from peers.hello import Hello, Reply, Stage, read_note, words
 from peers.meter import Meter
-from peers.rendezvous import Incoming, Rendezvous, Wait
+from peers.next_choice import NextChoice
+from peers.partner_search import EXCHANGE_PROTOCOL as EXCHANGE_PROTOCOL
+from peers.partner_search import PROBE_PROTOCOL as PROBE_PROTOCOL
+from peers.partner_search import Meeting, PartnerSearch
+from peers.rendezvous import Rendezvous, Wait
 from peers.trade import Trade
 from peers.transport import Transport
 from peers.wire import Kind, Wire
 
-EXCHANGE_PROTOCOL = "/gasloc/exchange/1"
-PROBE_PROTOCOL = "/gasloc/probe/1"
-
-_FIRST_PROBE_S = 0.25
-_PROBE_EVERY_S = 2.0
-_PROBES_BEFORE_DIALLING = 2
 _CLOSE_S = 2.0
 _MAX_STREAMS = 512
 _MAX_STREAMS_PER_PEER = 32
 
+T = TypeVar("T")
+
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Meeting:
-    """An accepted stream: we dialled it, or the partner did (`incoming`)."""
-
-    wire: Wire
-    note: Mapping[str, float]
-    incoming: Incoming | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +44,12 @@ class _Bodies:
     near: Body
 
 
-@dataclass(slots=True)
-class _Search:
-    """How far we are with finding a partner."""
-
-    dialling: bool
-    """A stream of ours is open, or being opened, and not yet answered."""
-    heard: Reply | None = None
-    """The partner's last answer to a probe."""
-
-
 class StreamExchange:
     """Trades named tensors with partners over byte streams.
 
     Of two partners one dials (`hello.dials`) and waits for the other's answer; the other probes it, so that a
-    partner that is gone is known at once. See `hello` for the answers and `trade` for what is kept when.
+    partner that is gone is known at once. Those left over find each other as `next_choice` says. See `hello` for
+    the answers and `trade` for what is kept when.
     """
 
     def __init__(
@@ -97,14 +71,15 @@ class StreamExchange:
         """
         self._transport = transport
         self._codec = codec
-        self._run = run
-        self._digest = digest
         self._meter = meter
-        self._reachable = reachable
         self._stall_s = stall_s
         self._handshake_s = handshake_s
-        self._rendezvous = Rendezvous(run, digest)
-        self._tasks: set[asyncio.Task[Swap]] = set()
+        self._rendezvous = Rendezvous(transport.me, run, digest)
+        self._search = PartnerSearch(
+            transport, run=run, digest=digest, meter=meter, reachable=reachable, handshake_s=handshake_s
+        )
+        self._next_choice = NextChoice(self._search, self._rendezvous)
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._streams: Counter[PeerId] = Counter()
         self._closed = False
 
@@ -136,10 +111,11 @@ class StreamExchange:
         Cancelled, it closes its streams, keeps nothing and leaves nothing behind.
         """
         check_offers(self.me, offers)
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        self._rendezvous.place.reach(slot)
+        now = asyncio.get_running_loop().time()
+        deadline = now + timeout_s
+        self._rendezvous.place.reach(slot, now)
         waits = self._rendezvous.expect(slot, offers)
-        self._rendezvous.announce()
+        self._rendezvous.move(slot, Stage.WAITING)
         try:
             bodies = await asyncio.to_thread(_bodies, offers, self._codec)
             tasks = {
@@ -152,18 +128,66 @@ class StreamExchange:
         finally:
             for wait in waits.values():
                 self._rendezvous.forget(wait)
+            if self._rendezvous.place.stage(slot) is Stage.WAITING:
+                self._rendezvous.move(slot, Stage.LEFT)
+
+    async def swap_any(
+        self, slot: Slot, candidates: Sequence[PeerId], offer: Offer, *, timeout_s: float
+    ) -> dict[PeerId, Swap]:
+        """Trades with one that is left over in `slot`, too; see `Exchange.swap_any`, and `swap` for what it raises."""
+        offers = dict.fromkeys(candidates, offer)
+        check_offers(self.me, offers)
+        now = asyncio.get_running_loop().time()
+        self._rendezvous.place.reach(slot, now)
+        if not candidates:
+            self._rendezvous.move(slot, Stage.OVER)
+            return {}
+        task = asyncio.create_task(self._settle_any(slot, candidates, offer, now + timeout_s))
+        await self._until_done([task])
+        if task.cancelled() and self._closed:
+            return {peer: Swap(Answer.STOPPED, "this peer is leaving") for peer in offers}
+        try:
+            return task.result()
+        except ProtocolError as error:
+            return {peer: Swap(Answer.REFUSED, f"nothing was sent: our own {error}") for peer in offers}
+
+    async def _settle_any(
+        self, slot: Slot, candidates: Sequence[PeerId], offer: Offer, deadline: float
+    ) -> dict[PeerId, Swap]:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        bodies = asyncio.ensure_future(asyncio.to_thread(_bodies, {"": offer}, self._codec))
+        try:
+            met, heard = await self._next_choice.find(slot, candidates, offer.note, deadline)
+            waited_s = loop.time() - started
+            swaps = {peer: replace(swap, seconds=waited_s) for peer, swap in heard.items()}
+            if met is not None:
+                try:
+                    body = (await bodies)[""]
+                except BaseException:
+                    _leave(met)
+                    raise
+                swaps[met.partner] = await self._trade(met, slot, offer, body)
+            return swaps
+        finally:
+            bodies.cancel()
+            await asyncio.gather(bodies, return_exceptions=True)
 
     async def _all(self, tasks: dict[PeerId, asyncio.Task[Swap]]) -> dict[PeerId, Swap]:
-        self._tasks.update(tasks.values())
+        await self._until_done(list(tasks.values()))
+        return {partner: self._outcome(task) for partner, task in tasks.items()}
+
+    async def _until_done(self, tasks: Sequence[asyncio.Task[T]]) -> None:
+        """Waits for tasks that `close` is to end; cancelled, it ends them."""
+        self._tasks.update(tasks)
         try:
             if tasks:
-                await asyncio.wait(tasks.values())
+                await asyncio.wait(tasks)
         finally:
-            self._tasks.difference_update(tasks.values())
-            for task in tasks.values():
+            self._tasks.difference_update(tasks)
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks.values(), return_exceptions=True)
-        return {partner: self._outcome(task) for partner, task in tasks.items()}
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _outcome(self, task: asyncio.Task[Swap]) -> Swap:
         if task.cancelled() and self._closed:
@@ -175,18 +199,22 @@ class StreamExchange:
         loop = asyncio.get_running_loop()
         started = loop.time()
         try:
-            met = await self._meet(wait, offer, deadline)
+            met = await self._search.find(wait, offer.note, deadline)
+            if isinstance(met, Meeting):
+                self._rendezvous.move(wait.slot, Stage.TAKEN)
         finally:
             self._rendezvous.forget(wait)
         if isinstance(met, Swap):
             return replace(met, seconds=loop.time() - started)
+        return await self._trade(met, wait.slot, offer, body)
+
+    async def _trade(self, met: Meeting, slot: Slot, offer: Offer, body: _Bodies) -> Swap:
+        loop = asyncio.get_running_loop()
         started = loop.time()
         try:
-            swap = await self._trade(met, wait, offer, body)
+            swap = await self._send_and_receive(met, slot, offer, body)
         finally:
-            met.wire.cut()
-            if met.incoming:
-                met.incoming.settle(None)
+            _leave(met)
         return replace(
             swap,
             bytes_sent=met.wire.sent_bytes,
@@ -194,143 +222,25 @@ class StreamExchange:
             seconds=loop.time() - started,
         )
 
-    async def _trade(self, met: _Meeting, wait: Wait, offer: Offer, body: _Bodies) -> Swap:
-        partner = wait.partner
+    async def _send_and_receive(self, met: Meeting, slot: Slot, offer: Offer, body: _Bodies) -> Swap:
         expect = layout_of(offer.send) if offer.expect is None else offer.expect
         try:
             if met.incoming:
-                reply = Reply(Answer.ACCEPT, "expected", wait.slot.round, offer.note)
+                reply = Reply(Answer.ACCEPT, "expected", slot.round, offer.note)
                 await met.wire.send_header(Kind.HEADER, reply.to_json())
-            noise = _noise(self.me, partner, wait.slot)
+            noise = _noise(self.me, met.partner, slot)
             trade = Trade(met.wire, body.send, expect, stall_s=self._stall_s, near=body.near, noise=noise)
             tensors = await trade.run()
             await met.wire.close(_CLOSE_S)
         except TimeoutError:
-            return Swap(Answer.BROKEN, f"the transfer with {partner} made no progress for {self._stall_s:g} s")
+            return Swap(Answer.BROKEN, f"the transfer made no progress for {self._stall_s:g} s")
         except RefusedError as error:
-            return Swap(Answer.REFUSED, f"{partner} refused: {error}")
+            return Swap(Answer.REFUSED, f"it refused: {error}")
         except WireError as error:
-            reason = f"the transfer with {partner} failed: {error}"
-            return Swap(Answer.BROKEN, reason, at_fault=isinstance(error, GarbledError))
+            return Swap(Answer.BROKEN, f"the transfer failed: {error}", at_fault=isinstance(error, GarbledError))
         except ProtocolError as error:
-            return Swap(Answer.REFUSED, f"refused what {partner} sent: {error}", at_fault=True)
-        return Swap(Answer.ACCEPT, f"traded in {words(wait.slot)}", tensors, met.note, wait.slot.round)
-
-    async def _meet(self, wait: Wait, offer: Offer, deadline: float) -> _Meeting | Swap:
-        """Finds the partner: an accepted stream, or why there is none.
-
-        Where both sides dialled, the stream of the lower id is used, unless it fails.
-        """
-        me_reachable, partner_reachable = self._reachable(self.me), self._reachable(wait.partner)
-        search = _Search(dials(self.me, wait.partner, me_reachable, partner_reachable))
-        hello = Hello(self._run, self._digest, wait.slot, 0.0, offer.note)
-        seeking = asyncio.create_task(
-            self._dial(wait.partner, hello, deadline)
-            if search.dialling
-            else self._watch(wait.partner, hello, deadline, search, partner_reachable)
-        )
-        arrived = asyncio.create_task(wait.arrived.wait())
-        try:
-            await self._first(seeking, arrived, search, wait, deadline)
-            seeking.cancel()
-            await asyncio.wait({seeking})
-        except asyncio.CancelledError:
-            seeking.cancel()
-            seeking.add_done_callback(_cut_unused)
-            await asyncio.wait({seeking})
-            raise
-        finally:
-            arrived.cancel()
-        found = None if seeking.cancelled() else seeking.result()
-        if isinstance(found, _Meeting):
-            return found
-        incoming = wait.take()
-        if incoming:
-            return _Meeting(incoming.wire, incoming.hello.note, incoming)
-        return found or _too_late(wait, search.heard)
-
-    async def _first(
-        self,
-        seeking: asyncio.Task[_Meeting | Swap],
-        arrived: asyncio.Task[Literal[True]],
-        search: _Search,
-        wait: Wait,
-        deadline: float,
-    ) -> None:
-        """Waits until one of the two ways led to a decision."""
-        left_s = deadline - asyncio.get_running_loop().time()
-        if search.dialling:
-            left_s += self._handshake_s  # a dial ends by itself at the deadline, with a better reason
-        both: set[asyncio.Task[object]] = {seeking, arrived}
-        await asyncio.wait(both, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-        if arrived.done() and not seeking.done() and search.dialling and self.me < wait.partner:
-            await asyncio.wait({seeking})
-
-    async def _dial(self, partner: PeerId, hello: Hello, deadline: float) -> _Meeting | Swap:
-        """Opens a stream and waits for the answer, up to a moment after the deadline."""
-        loop = asyncio.get_running_loop()
-        limit_s = min(self._handshake_s, max(deadline - loop.time(), 0.0))
-        wire = None
-        kept = False
-        try:
-            wire = await self._open(partner, EXCHANGE_PROTOCOL, limit_s)
-            patience_s = min(max(deadline - loop.time(), 0.0), MAX_PATIENCE_S)
-            async with asyncio.timeout(patience_s + min(1.0, self._handshake_s)):
-                reply = await _ask(wire, replace(hello, patience_s=patience_s))
-            kept = reply.answer is Answer.ACCEPT
-            return _Meeting(wire, reply.note, None) if kept else _declined(partner, reply)
-        except (UnreachableError, DaemonError) as error:
-            return Swap(Answer.UNREACHABLE, f"{partner} cannot be reached: {error}")
-        except TimeoutError:
-            return Swap(Answer.TIMEOUT, f"{partner} did not answer in time")
-        except WireError as error:
-            return Swap(Answer.UNREACHABLE, f"{partner} closed the stream before it answered: {error}")
-        except ProtocolError as error:
-            return Swap(Answer.REFUSED, f"refused the answer of {partner}: {error}", at_fault=True)
-        finally:
-            if wire and not kept:
-                wire.cut()
-
-    async def _watch(
-        self, partner: PeerId, hello: Hello, deadline: float, search: _Search, partner_reachable: bool
-    ) -> _Meeting | Swap:
-        """Probes the partner that is to dial us, until it is known not to come.
-
-        If it waits for us as well and does not dial, our views of who is reachable differ: then we dial.
-        """
-        waits_too = 0
-        pause_s = _FIRST_PROBE_S
-        while True:
-            await asyncio.sleep(pause_s)
-            pause_s = _PROBE_EVERY_S
-            try:
-                search.heard = await self._probe(partner, hello)
-            except (UnreachableError, DaemonError) as error:
-                if partner_reachable or isinstance(error, DaemonError):
-                    return Swap(Answer.UNREACHABLE, f"{partner} cannot be reached: {error}")
-                continue
-            except (ProtocolError, TimeoutError):
-                continue
-            if search.heard.answer is Answer.ACCEPT:
-                waits_too += 1
-                if waits_too >= _PROBES_BEFORE_DIALLING:
-                    search.dialling = True
-                    return await self._dial(partner, hello, deadline)
-            elif search.heard.answer not in (Answer.BEHIND, Answer.BUSY):
-                return _declined(partner, search.heard)
-
-    async def _probe(self, partner: PeerId, hello: Hello) -> Reply:
-        """Asks what a hello would be answered. Raises as `Transport.dial` does; `ProtocolError`, `TimeoutError`."""
-        wire = await self._open(partner, PROBE_PROTOCOL, self._handshake_s)
-        try:
-            async with asyncio.timeout(self._handshake_s):
-                return await _ask(wire, hello)
-        finally:
-            wire.cut()
-
-    async def _open(self, partner: PeerId, protocol: str, timeout_s: float) -> Wire:
-        reader, writer = await self._transport.dial(partner, protocol, timeout_s=timeout_s)
-        return Wire(reader, writer, "exchange" if protocol == EXCHANGE_PROTOCOL else "probe", self._meter)
+            return Swap(Answer.REFUSED, f"refused what it sent: {error}", at_fault=True)
+        return Swap(Answer.ACCEPT, f"traded in {words(slot)}", tensors, met.note, slot.round)
 
     async def _on_stream(self, peer: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         wire = Wire(reader, writer, "exchange", self._meter)
@@ -407,12 +317,11 @@ def _noise(me: PeerId, partner: PeerId, slot: Slot) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-async def _ask(wire: Wire, hello: Hello) -> Reply:
-    try:
-        await wire.send_header(Kind.HEADER, hello.to_json())
-        return Reply.from_json(await wire.receive_header(Kind.HEADER))
-    except RefusedError as error:  # an abort: it does not even look at hellos of ours
-        return Reply(Answer.REFUSED, str(error))
+def _leave(met: Meeting) -> None:
+    """Closes a stream that is not used further."""
+    met.wire.cut()
+    if met.incoming:
+        met.incoming.settle(None)
 
 
 async def _say(wire: Wire, reply: Reply) -> None:
@@ -420,21 +329,3 @@ async def _say(wire: Wire, reply: Reply) -> None:
     with contextlib.suppress(WireError):
         await wire.send_header(Kind.HEADER, reply.to_json())
         await wire.linger(_CLOSE_S)
-
-
-def _declined(partner: PeerId, reply: Reply) -> Swap:
-    return Swap(reply.answer, f"{partner}: {reply.reason}", their_round=reply.round)
-
-
-def _too_late(wait: Wait, heard: Reply | None) -> Swap:
-    if heard and heard.answer is Answer.BEHIND:
-        return _declined(wait.partner, heard)
-    return Swap(Answer.TIMEOUT, f"{wait.partner} did not come to {words(wait.slot)} in time")
-
-
-def _cut_unused(seeking: asyncio.Task[_Meeting | Swap]) -> None:
-    """A stream that was accepted just as we were cancelled."""
-    if not seeking.cancelled() and not seeking.exception():
-        found = seeking.result()
-        if isinstance(found, _Meeting):
-            found.wire.cut()

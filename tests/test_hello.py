@@ -117,15 +117,15 @@ def test_a_hello_is_judged_by_where_we_are() -> None:
         return judge(hello(slot=slot), run="r", digest="d" * 64, place=place, waiting=waiting)[0]
 
     assert ask(Slot(0)) is Answer.BEHIND
-    place.reach(Slot(5, 0, "scatter"))
+    place.reach(Slot(5, 0, "scatter"), 1.0)
     assert ask(Slot(5, 0, "scatter")) is Answer.PAIRED_ELSEWHERE
     assert ask(Slot(5, 0, "scatter"), waiting=True) is Answer.ACCEPT
     assert ask(Slot(5, 0, "gather")) is Answer.BEHIND
     assert ask(Slot(5, 1)) is Answer.BEHIND
     assert ask(Slot(4, 9)) is Answer.AHEAD
-    place.reach(Slot(5, 0, "gather"))
+    place.reach(Slot(5, 0, "gather"), 2.0)
     assert ask(Slot(5, 0, "gather")) is Answer.PAIRED_ELSEWHERE
-    place.reach(Slot(5, 1))
+    place.reach(Slot(5, 1), 3.0)
     assert ask(Slot(5, 0, "gather")) is Answer.AHEAD
     assert place.round == 5
 
@@ -134,11 +134,11 @@ def test_a_hello_is_judged_by_where_we_are() -> None:
 def test_a_place_only_moves_on(path: list[Slot]) -> None:
     place = Place()
     for slot in sorted(path, key=lambda slot: (slot.round, slot.mix)):
-        place.reach(slot)
+        place.reach(slot, 0.0)
         assert place.has_reached(slot)
         assert whereabouts(slot, place)[0] is Answer.PAIRED_ELSEWHERE
         assert whereabouts(Slot(slot.round + 1), place)[0] is Answer.BEHIND
         if slot.round:
             with pytest.raises(ValueError, match="comes before"):
-                place.reach(Slot(slot.round - 1, 99))
+                place.reach(Slot(slot.round - 1, 99), 0.0)
             assert whereabouts(Slot(slot.round - 1, 99), place)[0] is Answer.AHEAD
