@@ -9,7 +9,7 @@ so one partner moves a peer by at most `W_ij tau_i` whatever it sends. Past `FAR
 inverse of the distance (a redescending influence, as in robust statistics): clipping alone lets a partner that sends
 its state times 100 pull with all of the radius each round, which *measured* costs most of what was learned. Nothing
 is cut off, so two halves of a swarm that grew far apart still draw together. Lengths are over the whole state that
-travels, in the parameters' own unit, and accumulate in float64.
+travels, in the parameters' own unit.
 
 The radius is `FACTOR` times the longer of two lengths: this peer's own movement in the round, `||phi_i - theta_i||`,
 and the median of the last `HISTORY` differences, each at most the radius of its time. In a healthy swarm partners lie
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gasloc.mixing import check_layout
+from gasloc.mixing import check_layout, squared_distance
 
 _Tensors = Mapping[str, Tensor]
 
@@ -44,8 +44,6 @@ HISTORY = 16
 FAR = 10.0
 """Radii beyond which no honest partner is expected, and the pull falls with the distance."""
 
-_CHUNK = 1 << 20
-"""Elements whose difference is held at a time."""
 _TINY = 1e-30
 """Below this a factor is applied in two halves, since float32 ends at 1e-38."""
 
@@ -136,16 +134,9 @@ def clip(own: _Tensors, theirs: _Tensors, radius: float) -> Clipped:
     return result
 
 
-@torch.no_grad()
 def apart(left: _Tensors, right: _Tensors) -> float:
-    """`||right - left||` over the tensors of `left`, accumulated in float64. Memory: a few MiB."""
-    squares = 0.0
-    for name, tensor in left.items():
-        both = torch.split(tensor.reshape(-1), _CHUNK), torch.split(right[name].reshape(-1), _CHUNK)
-        for mine, theirs in zip(*both, strict=True):
-            length = float(torch.linalg.vector_norm(theirs.to(mine) - mine, dtype=torch.float64))
-            squares += length * length
-    return math.sqrt(squares)
+    """`||right - left||` over the tensors of `left`; see `gasloc.mixing.squared_norm`. Memory: a MiB."""
+    return math.sqrt(squared_distance(left, right))
 
 
 def _shorten(theirs: Tensor, own: Tensor, factor: float) -> None:

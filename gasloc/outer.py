@@ -5,7 +5,7 @@ The momentum thus acts on mixed states, and it accelerates consensus as well as 
     delta = theta - mix;    buf = momentum * buf + delta;    theta -= lr * (delta + momentum * buf)
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +20,16 @@ MakeOptimizer = Callable[[list[Tensor]], Optimizer]
 
 _Tensors = Mapping[str, Tensor]
 
+_GROUP_ELEMENTS = 1 << 20
+"""Anchor tensors are stepped together up to so many elements: 4 MiB of gradient at a time, or one tensor's."""
+_PARAMETER_BY_PARAMETER: tuple[type[Optimizer], ...] = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+)
+"""Optimizers that treat each parameter alone, so that some may be stepped before others. Not their subclasses."""
 _FEDADAM_BETA2 = 0.99
 _FEDADAM_EPSILON = 1e-3
 
@@ -43,6 +53,7 @@ def make_outer(config: OuterConfig) -> MakeOptimizer:
         lr=config.learning_rate,
         momentum=config.momentum,
         nesterov=config.nesterov and config.momentum > 0,
+        fused=True,  # one pass over memory instead of three
     )
 
 
@@ -63,21 +74,32 @@ class OuterStep:
         self._anchor = {name: anchor[name] for name in sorted(anchor)}
         self._make = make
         self.optimizer = make(list(self._anchor.values()))
+        alone = type(self.optimizer) in _PARAMETER_BY_PARAMETER
+        self._groups = _grouped(self._anchor, _GROUP_ELEMENTS) if alone else [list(self._anchor)]
 
     def step(self, mix: _Tensors) -> None:
         """One outer step with `theta - mix` as the gradient. Changes the anchor and the momentum, never `mix`.
 
-        `mix` equal to the local result alone is the step of a peer without partners. Memory: one gradient the
-        size of the anchor while the step runs. Raises `ModelError` where `mix` does not fit; then nothing changed.
+        `mix` equal to the local result alone is the step of a peer without partners. Memory: gradients of a few MiB,
+        or of the largest tensor; of the whole anchor for an optimizer that may look at all of them at once, which is
+        any but torch's SGD, Adam, AdamW, Adagrad and RMSprop. Raises `ModelError` where `mix` does not fit; then
+        nothing changed.
         """
         check_layout(self._anchor, mix, of="the mix")
-        with torch.no_grad():
-            for name, theta in self._anchor.items():
-                theta.grad = theta - mix[name].to(theta)
+        for names in self._groups:
+            self._step(names, mix)
+
+    @torch.no_grad()
+    def _step(self, names: Sequence[str], mix: _Tensors) -> None:
+        """A step of these tensors: optimizers pass over those without a gradient."""
+        for name in names:
+            theta = self._anchor[name]
+            theta.grad = theta - mix[name].to(theta)
         try:
             self.optimizer.step()
         finally:
-            self.optimizer.zero_grad(set_to_none=True)
+            for name in names:
+                self._anchor[name].grad = None
 
     def momentum_tensors(self) -> dict[str, Tensor]:
         """The outer state by name: "momentum_buffer/w", or "exp_avg/w", "exp_avg_sq/w" and "step/w" for Adam.
@@ -126,3 +148,16 @@ class OuterStep:
             for name, theta in self._anchor.items()
             for label, entry in named_state.state_tensors(optimizer, {name: probe}).items()
         }
+
+
+def _grouped(anchor: Mapping[str, Tensor], most_elements: int) -> list[list[str]]:
+    """The names in order, in groups of at most so many elements, or of one tensor."""
+    groups: list[list[str]] = []
+    left = 0
+    for name, tensor in anchor.items():
+        if not groups or tensor.numel() > left:
+            groups.append([])
+            left = most_elements
+        groups[-1].append(name)
+        left -= tensor.numel()
+    return groups

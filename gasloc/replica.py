@@ -1,6 +1,6 @@
 """What of a model travels, and in which precision."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +40,10 @@ class Replica:
         """Copies of the buffers as they are."""
         return {name: _wide(b).to("cpu", copy=True) for name, b in self._present_buffers().items()}
 
-    def moved(self, start: Tensors) -> dict[str, Tensor]:
+    def moved(self, start: Tensors, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """phi: the parameters after local training that began at `start`, and the buffers. To be read only.
+
+        All of them, or those in `names`.
 
         For float32 and float64 on the CPU these are the model's own tensors, without a copy. Half precision
         rounds `start` when it is put into the model, so there phi = start + (now - rounded start): the
@@ -49,13 +51,16 @@ class Replica:
         """
         phi: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
+            if names is not None and name not in names:
+                continue
             now = parameter.detach()
             if now.dtype in (torch.float32, torch.float64):
                 phi[name] = now.to("cpu")
             else:
                 rounded = start[name].to(now.dtype).to(torch.float32)
                 phi[name] = start[name] + (now.to("cpu", torch.float32) - rounded)
-        return phi | {name: _wide(b).to("cpu") for name, b in self._present_buffers().items()}
+        buffers = self._present_buffers().items()
+        return phi | {name: _wide(b).to("cpu") for name, b in buffers if names is None or name in names}
 
     @torch.no_grad()
     def assign(self, parameters: Tensors, buffers: Tensors) -> None:

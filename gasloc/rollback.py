@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from gasloc.errors import RunError
 from gasloc.progress import Progress
 from gasloc.replica import Replica
-from gasloc.shared_state import SharedState, only
+from gasloc.shared_state import SharedState
 from peers.exchange import Tensors
 
 _MOST = 3
@@ -75,7 +75,7 @@ class Rollback:
         return reasons
 
     def _read(self, names: tuple[str, ...]) -> dict[str, Tensor]:
-        return only(names, self._replica.moved(self._state.anchor))
+        return self._replica.moved(self._state.anchor, names)
 
     def _empty_inner(self) -> None:
         if self._inner_starts_empty:  # it makes its state when it needs it

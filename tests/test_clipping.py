@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gasloc import clipping, mixing
+from gasloc import mixing
 from gasloc.clipping import FACTOR, HISTORY, Clipped, apart, clip, pace_allowance, radius, remembered
 from gasloc.errors import ModelError
 from gasloc.offences import FIRST_S, LONGEST_S, Offences, penalty
@@ -110,7 +110,7 @@ def test_past_ten_radii_the_pull_falls_with_the_distance(excess: float, left: fl
 
 
 def test_tensors_longer_than_a_chunk_are_measured_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clipping, "_CHUNK", 7)
+    monkeypatch.setattr(mixing, "CHUNK", 7)
     left, right = {"w": torch.zeros(5, 10)}, {"w": torch.full((5, 10), 2.0)}
     assert apart(left, right) == pytest.approx(2 * math.sqrt(50))
     assert apart({"w": torch.tensor(1.0)}, {"w": torch.tensor(4.0)}) == 3.0

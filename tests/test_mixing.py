@@ -258,3 +258,65 @@ def test_equal_tokens_give_the_mean() -> None:
 def test_token_weights_refuse(tokens: list[float], steps: list[float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         token_weights(tokens, steps)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    count=st.integers(1, 4),
+    seed=st.integers(0, 1000),
+    me=st.sampled_from(["0", "peer1", "z"]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_mixing_into_what_was_received_gives_the_same_bits(count: int, seed: int, me: str, dtype: torch.dtype) -> None:
+    own = state(seed, dtype)
+    received = {f"peer{index}.": state(seed + 1 + index, dtype) for index in range(count)}
+    weights = dict.fromkeys((me, *received, "silent"), 1 / (count + 2))
+    expected = mixing.mix(own, received, weights, me)
+    memory = {tensor.data_ptr() for theirs in received.values() for tensor in theirs.values()}
+    mixed = mixing.mix_received(own, received, weights, me)
+    assert equal(mixed, expected)
+    assert equal(own, state(seed, dtype)), "our own state is only read"
+    assert {tensor.data_ptr() for tensor in mixed.values()} <= memory, "new memory was taken"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [torch.arange(6.0).reshape(2, 3).T, torch.arange(6.0, dtype=torch.float16).reshape(3, 2)],
+    ids=["strided", "half"],
+)
+def test_what_cannot_hold_the_mix_is_not_used_for_it(other: Tensor) -> None:
+    own, before = {"w": torch.ones(3, 2)}, other.clone()
+    mixed = mixing.mix_received(own, {"b": {"w": other}}, {"a": 0.5, "b": 0.5}, "a")
+    torch.testing.assert_close(mixed["w"], (before.float() + 1) / 2)
+    assert torch.equal(other, before)
+
+
+def test_mixing_without_an_answer_gives_an_exact_copy() -> None:
+    own = state(0)
+    mixed = mixing.mix_received(own, {}, {"a": 0.5, "b": 0.5}, "a")
+    assert equal(mixed, own)
+    assert mixed["weight"].data_ptr() != own["weight"].data_ptr()
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_chunks_change_no_bit_of_the_mix(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    own, other = {"w": torch.linspace(-1, 1, 200)}, {"w": torch.linspace(3, 9, 200)}
+    whole = mixing.mix(own, {"b": other}, {"a": 0.5, "b": 0.5}, "a")
+    apart = mixing.squared_distance(own, other)
+    monkeypatch.setattr(mixing, "CHUNK", chunk)
+    assert equal(whole, mixing.mix(own, {"b": other}, {"a": 0.5, "b": 0.5}, "a"))
+    assert mixing.squared_distance(own, other) == pytest.approx(apart, rel=1e-5)
+
+
+@pytest.mark.parametrize("value", [1e-25, 1e-20, 1e-3, 1.0, 1e18, 1e30])
+def test_squares_that_float32_cannot_hold_are_summed_all_the_same(value: float) -> None:
+    tensor = torch.full((1000,), value)
+    assert mixing.squared_norm({"w": tensor}) == pytest.approx(1000 * value**2, rel=1e-5)
+    assert mixing.squared_distance({"w": -tensor}, {"w": tensor}) == pytest.approx(4000 * value**2, rel=1e-5)
+
+
+@pytest.mark.parametrize("count", [1_000, 1_000_000])
+def test_lengths_of_long_tensors_are_as_exact_as_float64_gives_them(count: int) -> None:
+    tensor = torch.randn(count, generator=torch.Generator().manual_seed(0)).abs()
+    exact = float(tensor.double().square().sum())
+    assert mixing.squared_norm({"w": tensor}) == pytest.approx(exact, rel=1e-5)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gasloc import outer as outer_module
 from gasloc.errors import ModelError
 from gasloc.outer import MakeOptimizer, OuterStep, make_outer
 from gasloc.recipe import OuterConfig
@@ -189,3 +190,32 @@ def test_any_optimizer_plugs_in() -> None:
     outer.load_momentum({name: tensor.clone() for name, tensor in outer.momentum_tensors().items()})
     outer.step(state(2))
     assert {label.partition("/")[0] for label in outer.momentum_tensors()} == {"step", "square_avg", "momentum_buffer"}
+
+
+@every_make
+def test_tensors_stepped_in_turn_end_as_all_at_once(make: MakeOptimizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    together, in_turn = state(0, torch.float32), state(0, torch.float32)
+    at_once = OuterStep(together, make)
+    monkeypatch.setattr(outer_module, "_GROUP_ELEMENTS", 1)
+    one_by_one = OuterStep(in_turn, make)
+    for round in range(3):
+        at_once.step(state(10 + round, torch.float32))
+        one_by_one.step(state(10 + round, torch.float32))
+    assert_equal(in_turn, together)
+    assert_equal(one_by_one.momentum_tensors(), at_once.momentum_tensors())
+
+
+def test_an_optimizer_that_looks_at_all_gradients_at_once_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outer_module, "_GROUP_ELEMENTS", 1)
+    seen = []
+
+    class Own(torch.optim.SGD):
+        """Of a kind that nothing is known of."""
+
+    def look(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        seen.append([parameter.grad is not None for parameter in optimizer.param_groups[0]["params"]])
+
+    outer = OuterStep(state(0), lambda anchor: Own(anchor, lr=0.1))
+    outer.optimizer.register_step_pre_hook(look)
+    outer.step(state(1))
+    assert seen == [[True, True, True]]
