@@ -15,27 +15,18 @@ over its rounds, in which no late round is lost) are taken; of peers the median.
 """
 
 import argparse
-import contextlib
-import json
-import os
-import queue
-import signal
 import statistics
-import subprocess
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
 
 import psutil
 
 from benchmarks import bars, straggler_figures
 from benchmarks.bars import Bar
+from benchmarks.children import Nursery, Words, interrupt_on_signals, nursery
 from benchmarks.namespaces import Lan, why_not
 from benchmarks.straggler_figures import PeerRound
 
@@ -49,10 +40,6 @@ DISCARD = 5
 """Rounds after a change that do not count: the design gives pacing so many to settle."""
 TOPOLOGIES = ("2-peer", "all-to-all")
 _PREFIX = "gasloc-straggler"
-_START_S = 120.0
-_END_S = 15.0
-
-Words = dict[str, Any]
 
 
 def recipe(topology: str) -> Words:
@@ -103,157 +90,72 @@ class Run:
 class Host:
     """One peer's process in its namespace."""
 
-    def __init__(self, lan: Lan, number: int, folder: Path, log: int) -> None:
+    def __init__(self, lan: Lan, number: int, home: Nursery) -> None:
         self.number = number
         self.ip = lan.ip(number)
-        self.rounds: list[Words] = []
-        """As reported so far, in the run under way."""
-        self._answers: queue.SimpleQueue[Words | None] = queue.SimpleQueue()
-        own = folder / f"peer-{number}"
+        own = home.folder / f"peer-{number}"
         own.mkdir()
-        self.process = subprocess.Popen(
-            [*lan.inside(number), sys.executable, "-m", "benchmarks.straggler_peer", str(own)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            start_new_session=True,  # Ctrl-C is ours: they end as their stdin does
-        )
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def ask(self, request: Words) -> None:
-        """Sends a request."""
-        assert self.process.stdin
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-
-    def answer(self) -> Words:
-        """The next answer. Raises `RuntimeError` where none comes."""
-        try:
-            found = self._answers.get(timeout=_START_S)
-        except queue.Empty:
-            found = None
-        if found is None:
-            raise RuntimeError(f"peer {self.number} ended or does not answer")
-        return found
-
-    def check(self) -> None:
-        """Raises `RuntimeError` where the process has ended."""
-        if self.process.poll() is not None:
-            raise RuntimeError(f"peer {self.number} ended early")
-
-    def family(self) -> list[psutil.Process]:
-        """The process and its p2pd."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            root = psutil.Process(self.process.pid)
-            return [root, *root.children(recursive=True)]
-        return []
-
-    def _read(self) -> None:
-        assert self.process.stdout
-        for line in self.process.stdout:
-            words = json.loads(line)
-            if "round" in words:
-                self.rounds.append(words)
-            else:
-                self._answers.put(words)
-        self._answers.put(None)
-
-
-@contextlib.contextmanager
-def started(lan: Lan) -> Iterator[list[Host]]:
-    """All peers' processes; ended, with their p2pd, however the block is left."""
-    with tempfile.TemporaryDirectory(prefix="gasloc-straggler-") as name, (Path(name) / "log").open("w") as log:
-        hosts: list[Host] = []
-        try:
-            for number in range(1, PEERS + 1):
-                hosts.append(Host(lan, number, Path(name), log.fileno()))
-            for host in hosts:
-                host.answer()
-            yield hosts
-        except RuntimeError as error:
-            raise RuntimeError(f"{error}; the last words: {(Path(name) / 'log').read_text()[-2000:]}") from None
-        finally:
-            families = [process for host in hosts for process in host.family()]
-            for host in hosts:
-                with contextlib.suppress(OSError):
-                    assert host.process.stdin
-                    host.process.stdin.close()
-            _, alive = psutil.wait_procs(families, timeout=_END_S)
-            for process in alive:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            for host in hosts:
-                host.process.wait()
+        self.child = home.start([*lan.inside(number), sys.executable, "-m", "benchmarks.straggler_peer", str(own)])
 
 
 def run(lan: Lan, hosts: Sequence[Host], topology: str, plan: Sequence[tuple[bool, int]]) -> Run:
     """Trains through phases: with the straggler or without, for so many rounds of most peers."""
     _set_links(lan, thin=False)
     for host in hosts:
-        host.rounds = []
+        host.child.reports.clear()
     begin = {"do": "open", "recipe": recipe(topology), "step_s": STEP_S}
     ids: dict[str, int] = {}
     peers: list[str] = []
     for host in hosts:
-        host.ask({**begin, "host": host.ip, "peers": peers})
-        opened = host.answer()
+        host.child.ask({**begin, "host": host.ip, "peers": peers})
+        opened = host.child.answer()
         ids[opened["id"]] = host.number
         if not peers:
             peers = opened["addresses"][:1]
-            host.ask({"do": "enter", "count": 1})
-            host.answer()
+            host.child.ask({"do": "enter", "count": 1})
+            host.child.answer()
     for host in hosts[1:]:
-        host.ask({"do": "enter", "count": PEERS})
+        host.child.ask({"do": "enter", "count": PEERS})
     for host in hosts[1:]:
-        host.answer()
+        host.child.answer()
     _set_links(lan, thin=plan[0][0])
     for host in hosts:
-        host.ask({"do": "train"})
+        host.child.ask({"do": "train"})
     began_s = time.monotonic()
     phases = [
         _phase(lan, hosts, thin, rounds, f"{topology}, phase {n + 1} of {len(plan)}")
         for n, (thin, rounds) in enumerate(plan)
     ]
     for host in hosts:
-        host.ask({"do": "halt"})
+        host.child.ask({"do": "halt"})
     for host in hosts:
-        host.answer()
-    return Run(topology, began_s, phases, [_round(host.number, words, ids) for host in hosts for words in host.rounds])
+        host.child.answer()
+    return Run(
+        topology, began_s, phases, [_round(host.number, words, ids) for host in hosts for words in host.child.reports]
+    )
 
 
 def _phase(lan: Lan, hosts: Sequence[Host], thin: bool, rounds: int, title: str) -> Phase:
     _set_links(lan, thin=thin)
-    began_s, before = time.monotonic(), _cpu_s(hosts)
+    began_s, before = time.monotonic(), sum(host.child.cpu_s() for host in hosts)
     psutil.cpu_percent()
-    known = {host.number: len(host.rounds) for host in hosts}
-    while (done := statistics.median_low(len(host.rounds) - known[host.number] for host in hosts)) < rounds:
+    known = {host.number: len(host.child.reports) for host in hosts}
+    while (done := statistics.median_low(len(host.child.reports) - known[host.number] for host in hosts)) < rounds:
         for host in hosts:
-            host.check()
+            host.child.check()
         sys.stderr.write(f"\r{title}: {done} of {rounds} rounds   ")
         sys.stderr.flush()
         time.sleep(0.2)
     sys.stderr.write("\n")
     ended_s = time.monotonic()
     cores = psutil.cpu_count() or 1
-    share = (_cpu_s(hosts) - before) / (ended_s - began_s) / cores
+    share = (sum(host.child.cpu_s() for host in hosts) - before) / (ended_s - began_s) / cores
     return Phase(thin, began_s, ended_s, share, psutil.cpu_percent() / 100)
 
 
 def _set_links(lan: Lan, *, thin: bool) -> None:
     for number in range(1, PEERS + 1):
         lan.shape(number, MBIT_PER_S * (THIN_SHARE if thin and number == STRAGGLER else 1.0))
-
-
-def _cpu_s(hosts: Sequence[Host]) -> float:
-    total = 0.0
-    for host in hosts:
-        for process in host.family():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                times = process.cpu_times()
-                total += times.user + times.system
-    return total
 
 
 def _round(peer: int, words: Words, ids: dict[str, int]) -> PeerRound:
@@ -383,12 +285,21 @@ def plot(path: Path, runs: Sequence[Run], loss: float) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 5))
-    for run, color in zip(runs, ("C0", "C3"), strict=True):
+    for run, color, side in zip(runs, ("C0", "C3"), (-1, 1), strict=True):
         curve = first_curve(run)
         axes.plot(*zip(*curve, strict=True), color=color, label=run.topology)
         reached = straggler_figures.time_to(curve, loss)
         axes.plot([reached], [loss], "o", color=color)
-        axes.annotate(f" {reached:.0f} s", (reached, loss), color=color, va="bottom")
+        axes.annotate(
+            f"{reached:.0f} s",
+            (reached, loss),
+            color=color,
+            ha="center",
+            va="top" if side < 0 else "bottom",
+            xytext=(0, 8 * side),
+            textcoords="offset points",
+        )
+    axes.set_ylim(loss - 0.1, loss + 1.0)  # the first round falls far, and tells nothing apart
     axes.axhline(loss, color="grey", linewidth=0.8, linestyle=":")
     axes.set_xlabel(f"seconds; one of {PEERS} links at {THIN_SHARE:.0%} of {MBIT_PER_S:g} Mbit/s")
     axes.set_ylabel("validation loss, nats per byte, mean over peers")
@@ -408,13 +319,11 @@ def first_curve(run: Run) -> list[tuple[float, float]]:
 
 def measure(plans: Mapping[str, Sequence[tuple[bool, int]]]) -> list[Run]:
     """Makes the network and runs the topologies over it, one after another."""
-    with Lan(PEERS, prefix=_PREFIX) as lan, started(lan) as hosts:
+    with Lan(PEERS, prefix=_PREFIX) as lan, nursery("straggler") as home:
+        hosts = [Host(lan, number, home) for number in range(1, PEERS + 1)]
+        for host in hosts:
+            host.child.answer()
         return [run(lan, hosts, topology, plan) for topology, plan in plans.items()]
-
-
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt
 
 
 def main() -> int:
@@ -428,8 +337,7 @@ def main() -> int:
     if reason:
         sys.stderr.write(f"benchmarks.straggler cannot run: {reason}\n")
         return 2
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _end)
+    interrupt_on_signals()
     long, short = (15, 13) if options.quick else (40, 25)
     plans = {
         "2-peer": [(True, long), (False, short), (True, short)],

@@ -142,21 +142,20 @@ class Trainee:
         reason, self._reason = self._reason, ""
         self._optimizer.local_steps, self._reason = self.swarm.pace(self._optimizer.local_steps)
         accepted = {peer: swap.seconds for peer, swap in result.swaps.items() if swap.answer is Answer.ACCEPT}
-        say(
-            {
-                "round": result.round,
-                "began": self._began,
-                "ended": now,
-                "local_steps": result.local_steps,
-                "why": reason,
-                "transfers_s": accepted,
-                "exchange_s": result.exchange_s,
-                "bytes_sent": result.bytes_sent,
-                "reason": result.reason,
-                "loss_before": self._validation_loss,
-                "cpu_s": cpu - self._cpu,
-            }
-        )
+        report = {
+            "round": result.round,
+            "began": self._began,
+            "ended": now,
+            "local_steps": result.local_steps,
+            "why": reason,
+            "transfers_s": accepted,
+            "exchange_s": result.exchange_s,
+            "bytes_sent": result.bytes_sent,
+            "reason": result.reason,
+            "loss_before": self._validation_loss,
+            "cpu_s": cpu - self._cpu,
+        }
+        say({"report": report})
         self._began, self._cpu = now, cpu
         self._due = time.monotonic()
 
