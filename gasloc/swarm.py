@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import json
 import math
+import queue
 import secrets
 import threading
 import time
@@ -29,6 +30,7 @@ from gasloc.offences import Offences, SetAside
 from gasloc.optimizer import RoundResult
 from gasloc.recipe import Recipe, parse
 from peers.donor import Snapshot
+from peers.download import Progress
 from peers.errors import UnreachableError
 from peers.exchange import Answer, Offer, PeerId, Slot, Swap, Tensors
 from peers.membership import Member, MemberState, Status
@@ -39,8 +41,11 @@ from peers.thread import NetworkThread
 
 T = TypeVar("T")
 
-STATE_TIMEOUT_S = 600.0
-"""Longest download of the swarm's state."""
+DONORS_ASKED = 4
+"""Where replicas are equal, so many are asked for the state, so that each gives a part of it."""
+STATE_SIZES = 8
+"""A donor's state is refused that is so many times as large as ours: an outer optimizer may hold twice the model."""
+_STATE_MARGIN_BYTES = 64 * 1024**2
 MEMBERS_TIMEOUT_S = 15.0
 """How long a newcomer looks for a member's record, or waits for one that is about to train."""
 START_WAIT_S = 60.0
@@ -100,6 +105,8 @@ class Swarm:
         """Called before each exchange with its slot and its partners."""
         self.on_left_out: Callable[[str], None] | None = None
         """Called once for each member that is not dealt with, with the reason in words."""
+        self.on_download: Callable[[Progress], None] | None = None
+        """Called about once a second while the swarm's state is downloaded."""
         self._left_out: set[PeerId] = set()
         self._unpaired: set[PeerId] = set()
         """Those that we cannot trade with, as neither they nor we can be dialled."""
@@ -441,10 +448,26 @@ class Swarm:
                 raise concurrent.futures.CancelledError
 
     def _download(self, replica: Replica) -> int:
-        """Takes over a donor's state; returns its size in bytes."""
-        snapshot = self._wait(self._peer.fetch_state(timeout_s=STATE_TIMEOUT_S))
+        """Takes over the state of donors; returns its size in bytes."""
+        told = queue.SimpleQueue[Progress]()
+
+        def tell() -> None:
+            while not told.empty():
+                progress = told.get()
+                if self.on_download is not None:
+                    self.on_download(progress)
+
+        fetch = self._peer.fetch_state(
+            ask=DONORS_ASKED if self.recipe.topology in ("all-to-all", "syncer") else 1,
+            limit_bytes=STATE_SIZES * size_of(replica.snapshot()[1]) + _STATE_MARGIN_BYTES,
+            on_progress=told.put,
+        )
+        try:
+            snapshot = self._thread.call(fetch, stop=self._stop, meanwhile=tell)
+        finally:
+            tell()
         replica.load_snapshot(snapshot.round, snapshot.tensors)
-        return sum(tensor.numel() * tensor.element_size() for tensor in snapshot.tensors.values())
+        return size_of(snapshot.tensors)
 
     def _provide(self) -> Snapshot | None:
         """Our state for a newcomer; None while we have none ourselves. Called on a network worker thread."""
@@ -460,6 +483,11 @@ class Swarm:
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self._thread.call(coroutine, stop=self._stop)
+
+
+def size_of(tensors: Tensors) -> int:
+    """Bytes of all tensors together."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def read_card(card: RunCard, expected: RunCard | None = None) -> Recipe:

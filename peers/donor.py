@@ -1,45 +1,53 @@
-"""The run card and the whole state, served to newcomers; and the newcomer's side of it.
+"""The run card and the whole state, served to newcomers. The newcomer's side of the state is in `download`.
 
-card:   request {} -> {"answer", "reason", "run", "digest", "size_bytes"}, then the document in blocks
-state:  request {"run", "digest"} -> {"answer", "reason", "round", "meta"}, then table, blocks, and
-        DONE {"sha256": of the table and all tensor bytes}
+card:      request {} -> {"answer", "reason", "run", "digest", "size_bytes"}, then the document in blocks
+manifest:  request {"run", "digest"} -> PROGRESS {} while the state is being taken, {"answer", "reason", "round",
+           "meta"}, then table, and the chunks' hashes in blocks; see `manifest`
+chunks:    request {"run", "digest", "root"} -> {"answer", "reason"}; then, as often as the newcomer likes,
+           {"first", "count"} -> the chunks in blocks of at most `caps.PIECE_BYTES`, while PROGRESS {} comes back now
+           and then from a newcomer on a slow link; DONE {} ends it
 """
 
 import asyncio
 import contextlib
 import logging
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-from peers.body import Body, new_digest, receive_table, receive_tensors
-from peers.errors import (
-    LayoutError,
-    NoDonorError,
-    PeersError,
-    ProtocolError,
-    RefusedError,
-    UnreachableError,
-    WireError,
-)
-from peers.exchange import Answer, PeerId, Tensors
+from peers.caps import PIECE_BYTES, TokenBucket, check_rate
+from peers.errors import ProtocolError, RefusedError, UnreachableError
+from peers.exchange import Answer, PeerId
+from peers.manifest import Meta as Meta
+from peers.manifest import Prepared
+from peers.manifest import Snapshot as Snapshot
+from peers.manifest import read_meta as read_meta
 from peers.meter import Meter
+from peers.shelf import Shelf, ShelfLimits
 from peers.stall import StallLimit
 from peers.transport import Transport
-from peers.wire import BLOCK_BYTES, MAX_HEADER_BYTES, Kind, Wire, clean, encode_json, reason_of
+from peers.wire import BLOCK_BYTES, Kind, Wire, clean, decode_json, reason_of
 
 CARD_PROTOCOL = "/gasloc/card/1"
-STATE_PROTOCOL = "/gasloc/state/1"
+STATE_PROTOCOL = "/gasloc/state/2"
 
 MAX_CARD_BYTES = 1024 * 1024
-MAX_STATE_BYTES = 64 * 1024**3
-_MAX_META = 256
+GONE = "gone"
+"""The answer to one that asks for chunks of a state that is no longer kept."""
+MOST_CHUNKS_ASKED = 64
+"""In one request of a chunk stream."""
+MOST_MANIFEST_STREAMS = 64
+MOST_STREAMS_OF_ONE = 2
+"""Of one newcomer: one that broke may still be open here while its newcomer resumes."""
+SIGN_EVERY_S = 2.0
+"""A side that keeps the other waiting sends PROGRESS about so often,"""
+MOST_SIGNS = 300
+"""and at most so many in a row."""
 _MAX_TEXT_CHARACTERS = 128
 _CLOSE_S = 2.0
+_LIMITS = ShelfLimits()
 
 _log = logging.getLogger(__name__)
-
-Meta = Mapping[str, int | float | str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +61,6 @@ class RunCard:
     """The recipe, opaque here; at most 1 MiB."""
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A peer's whole state at a round. Its tensors must not change once it was handed over."""
-
-    round: int
-    meta: Meta = field(default_factory=dict)
-    tensors: Tensors = field(default_factory=dict)
-    """Of any shape and any floating-point, integer or boolean dtype; they travel exactly."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    header: bytes
-    body: Body
-
-
 class Donor:
     """Serves a run's card and a peer's state."""
 
@@ -80,25 +72,34 @@ class Donor:
         *,
         meter: Meter | None = None,
         max_downloads: int = 3,
+        rate_bytes_per_s: int = 0,
+        limits: ShelfLimits = _LIMITS,
         stall_s: float = 10.0,
     ) -> None:
-        """`provide` is called on a worker thread, once for each download; None: there is no state to give yet.
+        """`provide` is called on a worker thread, once for each state that is kept; None: there is none to give yet.
 
-        At most `max_downloads` run at once; others are answered `busy`. Raises `ValueError` for a card over
-        `MAX_CARD_BYTES`.
+        At most `max_downloads` newcomers download at once, others are answered `busy`; and all together get at
+        most `rate_bytes_per_s`, 0: no limit. Raises `ValueError` for a card over `MAX_CARD_BYTES`, and
+        `CapError` for a rate that is too small.
         """
         if len(card.document) > MAX_CARD_BYTES:
             raise ValueError(f"the run's document has {len(card.document)} bytes, over {MAX_CARD_BYTES}")
+        check_rate(rate_bytes_per_s)
         self._transport = transport
         self._card = card
-        self._provide = provide
         self._meter = meter
         self._max_downloads = max_downloads
+        self._rate = rate_bytes_per_s
+        self._bucket: TokenBucket | None = None
         self._stall_s = stall_s
-        self._downloads = 0
+        self._streams: Counter[PeerId] = Counter()
+        """Chunk streams that are open, by newcomer."""
+        self._manifest_streams = 0
+        self.shelf = Shelf(provide, limits)
 
     async def start(self) -> None:
         """Serves from now on."""
+        self._bucket = TokenBucket(self._rate, _now())
         await self._transport.serve(CARD_PROTOCOL, self._on_card)
         await self._transport.serve(STATE_PROTOCOL, self._on_state)
 
@@ -113,52 +114,108 @@ class Donor:
 
     async def _on_state(self, peer: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         wire = Wire(reader, writer, "state", self._meter)
+        # a slow link drains it in less than `stall_s`, or we would take it for a dead one
+        writer.transport.set_write_buffer_limits(high=PIECE_BYTES)
         try:
             async with StallLimit(self._stall_s):
                 request = await wire.receive_header(Kind.HEADER)
-            declined = self._decline(request)
+            declined = self._decline(peer, request)
             if declined:
                 await _send_no(wire, *declined)
+            elif "root" in request:
+                await self._give_chunks(peer, wire, request["root"])
             else:
-                await self._give(wire)
+                await self._give_manifest(wire)
             await wire.linger(self._stall_s)
         except (ProtocolError, RefusedError, TimeoutError) as error:
             _log.debug("%s did not take the whole state: %s", peer, error)
 
-    async def _give(self, wire: Wire) -> None:
-        self._downloads += 1
-        try:
-            prepared = await asyncio.to_thread(self._prepare)
-            if isinstance(prepared, _Prepared):
-                async with StallLimit(self._stall_s) as limit:
-                    wire.on_moved(limit.moved)
-                    await _send_state(wire, prepared)
-            else:
-                await _send_no(wire, *prepared)
-        finally:
-            self._downloads -= 1
-
-    def _decline(self, request: Mapping[str, object]) -> tuple[Answer, str] | None:
+    def _decline(self, peer: PeerId, request: Mapping[str, object]) -> tuple[Answer, str] | None:
         for key, ours in (("run", self._card.run), ("digest", self._card.digest)):
             theirs = request.get(key)
             if theirs != ours:
                 return Answer.REFUSED, f"{key} {clean(repr(theirs))} against '{ours}'"
-        if self._downloads >= self._max_downloads:
+        if peer not in self._streams and len(self._streams) >= self._max_downloads:
             return Answer.BUSY, f"{self._max_downloads} downloads are under way already"
+        if self._streams[peer] >= MOST_STREAMS_OF_ONE:
+            return Answer.BUSY, f"{MOST_STREAMS_OF_ONE} downloads of yours are under way already"
         return None
 
-    def _prepare(self) -> _Prepared | tuple[Answer, str]:
-        """On a worker thread: takes the state and makes it ready, or says why there is none."""
+    async def _give_manifest(self, wire: Wire) -> None:
+        if self._manifest_streams >= MOST_MANIFEST_STREAMS:
+            await _send_no(wire, Answer.BUSY, f"{MOST_MANIFEST_STREAMS} newcomers ask for its state now")
+            return
+        self._manifest_streams += 1
         try:
-            snapshot = self._provide()
-            if snapshot is None:
-                return Answer.REFUSED, "it has no state to give yet"
-            return _Prepared(_state_header(snapshot), Body(snapshot.tensors, "fp32"))
-        except PeersError as error:
-            return Answer.REFUSED, f"its own state is unfit: {error}"
-        except Exception:
-            _log.exception("no state for a newcomer: the trainer failed to give it")
-            return Answer.REFUSED, "it failed to give its state"
+            await self._find_and_send_manifest(wire)
+        finally:
+            self._manifest_streams -= 1
+
+    async def _find_and_send_manifest(self, wire: Wire) -> None:
+        taking = asyncio.create_task(self.shelf.newest())
+        try:
+            # a large state takes longer to copy and hash than a newcomer waits without a sign of life
+            while not (await asyncio.wait({taking}, timeout=SIGN_EVERY_S))[0]:
+                await wire.send_header(Kind.PROGRESS, {})
+            found = taking.result()
+        finally:
+            taking.cancel()
+        if not isinstance(found, Prepared):
+            await _send_no(wire, *found)
+            return
+        async with StallLimit(self._stall_s) as limit:
+            wire.on_moved(limit.moved)
+            await _send_manifest(wire, found)
+
+    async def _give_chunks(self, peer: PeerId, wire: Wire, root: object) -> None:
+        prepared = self.shelf.find(root) if isinstance(root, str) else None
+        if prepared is None:
+            await _send_no(wire, GONE, "it keeps that state no more")
+            return
+        self._streams[peer] += 1
+        try:
+            with self.shelf.held(prepared):
+                await wire.send_header(Kind.HEADER, {"answer": Answer.ACCEPT.value, "reason": ""})
+                while (request := await self._next_request(wire)) is not None:
+                    await self._answer(wire, prepared, request)
+        finally:
+            self._streams -= Counter([peer])
+
+    async def _next_request(self, wire: Wire) -> Mapping[str, object] | None:
+        """None where the newcomer needs nothing more. It may still be receiving what we have long sent."""
+        for _ in range(MOST_SIGNS):
+            async with asyncio.timeout(self._stall_s):
+                kind, payload = await wire.receive(Kind.HEADER, Kind.DONE, Kind.PROGRESS)
+            if kind is not Kind.PROGRESS:
+                return None if kind is Kind.DONE else decode_json(payload)
+        raise ProtocolError(f"{MOST_SIGNS} signs of life and no request")
+
+    async def _answer(self, wire: Wire, prepared: Prepared, request: Mapping[str, object]) -> None:
+        chunks = asked(request, prepared.manifest.chunks)
+        async with StallLimit(self._stall_s) as limit:
+            wire.on_moved(limit.moved)
+            for chunk in chunks:
+                data = prepared.flat.read(*prepared.manifest.span(chunk))
+                for start in range(0, len(data), PIECE_BYTES):
+                    await self._send(wire, data[start : start + PIECE_BYTES])
+        wire.on_moved(None)
+
+    async def _send(self, wire: Wire, piece: memoryview) -> None:
+        assert self._bucket is not None, "start() comes first"
+        wait_s = self._bucket.take(len(piece), _now())
+        if wait_s:
+            await asyncio.sleep(wait_s)
+        await wire.send_block(piece)
+
+
+def asked(request: Mapping[str, object], chunks: int) -> range:
+    """The chunks that a request names, of a state of `chunks`. Raises `ProtocolError`."""
+    first, count = request.get("first"), request.get("count")
+    if not (type(first) is int and type(count) is int and first >= 0 and 0 < count <= MOST_CHUNKS_ASKED):
+        raise ProtocolError(f"a request for {clean(repr(count))} chunks from {clean(repr(first))}")
+    if first + count > chunks:
+        raise ProtocolError(f"a request for chunks {first} to {first + count} of {chunks}")
+    return range(first, first + count)
 
 
 async def _send_card(wire: Wire, card: RunCard) -> None:
@@ -176,26 +233,17 @@ async def _send_card(wire: Wire, card: RunCard) -> None:
         await wire.send_block(memoryview(card.document)[start : start + BLOCK_BYTES])
 
 
-def _state_header(snapshot: Snapshot) -> bytes:
-    """Raises `ProtocolError` for a round or a meta that a newcomer would refuse."""
-    _check_round(snapshot.round)
-    meta = read_meta(dict(snapshot.meta))
-    fields = {"answer": Answer.ACCEPT.value, "reason": "", "round": snapshot.round, "meta": meta}
-    header = encode_json(fields)
-    if len(header) > MAX_HEADER_BYTES:
-        raise ProtocolError(f"a state's meta of {len(header)} bytes is over the limit of {MAX_HEADER_BYTES}")
-    return header
+async def _send_manifest(wire: Wire, prepared: Prepared) -> None:
+    manifest = prepared.manifest
+    head = {"answer": Answer.ACCEPT.value, "reason": "", "round": manifest.round, "meta": dict(manifest.meta)}
+    await wire.send_header(Kind.HEADER, head)
+    await wire.send_payload(Kind.TABLE, prepared.table)
+    for start in range(0, len(manifest.hashes), BLOCK_BYTES):
+        await wire.send_block(memoryview(manifest.hashes)[start : start + BLOCK_BYTES])
 
 
-async def _send_state(wire: Wire, prepared: _Prepared) -> None:
-    await wire.send_payload(Kind.HEADER, prepared.header)
-    digest = new_digest()
-    await prepared.body.send(wire, digest)
-    await wire.send_header(Kind.DONE, {"sha256": digest.hexdigest()})
-
-
-async def _send_no(wire: Wire, answer: Answer, reason: str) -> None:
-    await wire.send_header(Kind.HEADER, {"answer": answer.value, "reason": reason})
+async def _send_no(wire: Wire, answer: str, reason: str) -> None:
+    await wire.send_header(Kind.HEADER, {"answer": str(answer), "reason": reason})
 
 
 async def fetch_card(transport: Transport, peer: PeerId, *, timeout_s: float, meter: Meter | None = None) -> RunCard:
@@ -218,7 +266,9 @@ async def fetch_card(transport: Transport, peer: PeerId, *, timeout_s: float, me
 
 
 async def _receive_card(wire: Wire) -> RunCard:
-    header = await accepted(wire)
+    header = await wire.receive_header(Kind.HEADER)
+    if header.get("answer") != Answer.ACCEPT.value:
+        raise RefusedError(f"{clean(str(header.get('answer')))}: {reason_of(header)}")
     size_bytes = header.get("size_bytes")
     if type(size_bytes) is not int or not 0 <= size_bytes <= MAX_CARD_BYTES:
         raise ProtocolError(f"a run card of {clean(repr(size_bytes))} bytes: the limit is {MAX_CARD_BYTES}")
@@ -229,70 +279,6 @@ async def _receive_card(wire: Wire) -> RunCard:
     return RunCard(run, digest, bytes(document))
 
 
-async def fetch_state(
-    transport: Transport,
-    donors: Sequence[PeerId],
-    *,
-    run: str,
-    digest: str,
-    stall_s: float = 10.0,
-    dial_s: float = 5.0,
-    limit_bytes: int = MAX_STATE_BYTES,
-    prefixes: Sequence[str] = ("",),
-    meter: Meter | None = None,
-) -> Snapshot:
-    """The whole state, from the first donor that gives it; donors are tried in order.
-
-    Each tensor's name must start with one of `prefixes`, and all together must have at most `limit_bytes`,
-    which is checked before a tensor is received. Every block's checksum and the SHA-256 of the whole are
-    verified before this returns. A donor that makes no progress for `stall_s` is given up.
-
-    Raises `NoDonorError` that lists each donor and its reason.
-    """
-    reasons = []
-    for donor in donors:
-        try:
-            async with StallLimit(stall_s + dial_s) as limit:
-                reader, writer = await transport.dial(donor, STATE_PROTOCOL, timeout_s=dial_s)
-                wire = Wire(reader, writer, "state", meter)
-                wire.on_moved(limit.moved)
-                try:
-                    await wire.send_header(Kind.HEADER, {"run": run, "digest": digest})
-                    return await _receive_state(wire, limit_bytes, tuple(prefixes))
-                finally:
-                    wire.cut()
-        except TimeoutError:
-            reasons.append(f"{donor}: no progress for {stall_s:g} s")
-        except PeersError as error:
-            reasons.append(f"{donor}: {error}")
-    raise NoDonorError(f"nobody could give the state: {'; '.join(reasons) or 'there is no donor'}")
-
-
-async def _receive_state(wire: Wire, limit_bytes: int, prefixes: tuple[str, ...]) -> Snapshot:
-    header = await accepted(wire)
-    round_, meta = _check_round(header.get("round")), read_meta(header.get("meta"))
-    digest = new_digest()
-    entries = await receive_table(wire, digest)
-    total_bytes = sum(entry.size_bytes for entry in entries)
-    if total_bytes > limit_bytes:
-        raise LayoutError(f"a state of {total_bytes} bytes is over the limit of {limit_bytes}")
-    for entry in entries:
-        if not entry.name.startswith(prefixes):
-            raise LayoutError(f"tensor '{entry.name}' does not belong to a state")
-    tensors = await receive_tensors(wire, entries, digest)
-    if (await wire.receive_header(Kind.DONE)).get("sha256") != digest.hexdigest():
-        raise WireError("the state does not match its SHA-256")
-    return Snapshot(round_, meta, tensors)
-
-
-async def accepted(wire: Wire) -> dict[str, object]:
-    """The answer to a request. Raises `RefusedError` with the reason when it is no."""
-    header = await wire.receive_header(Kind.HEADER)
-    if header.get("answer") != Answer.ACCEPT.value:
-        raise RefusedError(f"{clean(str(header.get('answer')))}: {reason_of(header)}")
-    return header
-
-
 def _text(header: Mapping[str, object], key: str) -> str:
     text = header.get(key)
     if not (isinstance(text, str) and 0 < len(text) <= _MAX_TEXT_CHARACTERS and text.isprintable()):
@@ -300,16 +286,5 @@ def _text(header: Mapping[str, object], key: str) -> str:
     return text
 
 
-def _check_round(value: object) -> int:
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise ProtocolError("the state's round is not a whole number from 0 to 2^63")
-    return value
-
-
-def read_meta(value: object) -> dict[str, int | float | str]:
-    if not isinstance(value, dict) or len(value) > _MAX_META:
-        raise ProtocolError(f"the state's meta is not an object of at most {_MAX_META} entries")
-    for name, item in value.items():
-        if type(item) not in (int, float, str) or (type(item) is float and not math.isfinite(item)):
-            raise ProtocolError(f"the state's meta {clean(repr(name))} is neither a finite number nor a text")
-    return value
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -12,7 +12,9 @@
     │   │   └── GarbledError    not because the stream broke: the other side wrote it so
     │   └── LayoutError         tensors have other names, shapes or dtypes than agreed
     ├── RefusedError            the other side answered, and said no
-    │   └── BehindError         because what we sent is too old to count there
+    │   ├── BehindError         because what we sent is too old to count there
+    │   ├── BusyError           because it does that for others now
+    │   └── GoneError           because it keeps no more what we ask for
     └── NoDonorError            nobody could give the whole state
 
 A message names the value, the reason and what to do.
@@ -69,6 +71,14 @@ class RefusedError(PeersError):
 
 class BehindError(RefusedError):
     """Raised when the other side is so far ahead that ours counts no more there: take fresh state first."""
+
+
+class BusyError(RefusedError):
+    """Raised when the other side does what we ask for others now: ask again later."""
+
+
+class GoneError(RefusedError):
+    """Raised when the other side has dropped what we began to download: begin anew."""
 
 
 class NoDonorError(PeersError):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from peers import contact, donor
+from peers import contact, donor, download
 from peers.access import Access, GuardedTransport
 from peers.address import Address, Reach, announced, parse, reach
 from peers.backoff import pause_s
@@ -26,6 +26,7 @@ from peers.dialback import DialbackServer
 from peers.donor import Donor
 from peers.donor import RunCard as RunCard
 from peers.donor import Snapshot as Snapshot
+from peers.download import OnProgress
 from peers.errors import (
     DaemonError,
     NoDonorError,
@@ -37,6 +38,7 @@ from peers.errors import (
 from peers.exchange import PeerId
 from peers.identity import Identity
 from peers.libp2p import Libp2pTransport
+from peers.manifest import MAX_STATE_BYTES
 from peers.membership import LIFE_S, MAX_LIVES, Member, Membership, MemberState
 from peers.meter import Meter
 from peers.reachability import Standing
@@ -82,6 +84,10 @@ class PeerOptions:
     """Peer ids, one a line: nobody else is dealt with."""
     deny_file: Path | None = None
     """Peer ids, one a line, that are not dealt with."""
+    serve_downloads: int = 3
+    """So many newcomers may download our state at once; others are told that we are busy."""
+    serve_rate_bytes_per_s: int = 0
+    """All of them together get at most so much; 0: no limit. See `peers.caps`."""
 
     @property
     def role(self) -> Role:
@@ -284,24 +290,44 @@ class Peer:
         self._stack.push_async_callback(membership.withdraw)
         await self._exchange.start()
         self._courier = Courier(self._transport, run=card.run, digest=card.digest, codec=codec, meter=self.meter)
-        await Donor(self._transport, card, provide, meter=self.meter).start()
+        await Donor(
+            self._transport,
+            card,
+            provide,
+            meter=self.meter,
+            max_downloads=self._options.serve_downloads,
+            rate_bytes_per_s=self._options.serve_rate_bytes_per_s,
+        ).start()
 
-    async def fetch_state(self, *, timeout_s: float) -> Snapshot:
-        """The whole state from a syncer, or one of the members that train, those with the highest round first.
+    async def fetch_state(
+        self,
+        *,
+        ask: int = 4,
+        limit_bytes: int = MAX_STATE_BYTES,
+        on_progress: OnProgress = lambda progress: None,
+    ) -> Snapshot:
+        """The whole state from syncers, or else from members that train, those with the highest round first.
 
-        Raises `NoDonorError` that says why nobody could give it, within about `timeout_s`.
+        The arguments, and how long it may take: see `peers.download.fetch_state`. Raises `NoDonorError` that says
+        why nobody could give it.
         """
         assert self._card is not None, "enter() comes first"
-        donors = self._donors()
-        if not donors:
-            raise NoDonorError("nobody could give the state: no member of this run trains yet")
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await donor.fetch_state(
-                    self._transport, donors, run=self._card.run, digest=self._card.digest, meter=self.meter
+        reasons = []
+        for donors in self._donors():
+            try:
+                return await download.fetch_state(
+                    self._transport,
+                    donors,
+                    run=self._card.run,
+                    digest=self._card.digest,
+                    ask=ask,
+                    limit_bytes=limit_bytes,
+                    meter=self.meter,
+                    on_progress=on_progress,
                 )
-        except TimeoutError:
-            raise NoDonorError(f"nobody could give the whole state within {timeout_s:g} s") from None
+            except NoDonorError as error:
+                reasons.append(str(error))
+        raise NoDonorError("; ".join(reasons) or "nobody could give the state: no member of this run trains yet")
 
     async def close(self) -> None:
         """Says goodbye, ends what runs, stops p2pd; leaves no process, socket or file. Safe to call twice."""
@@ -353,24 +379,25 @@ class Peer:
         known = [str(address) for address in (*self._initial, *self._cached) if address.peer_id == peer]
         return [*self._remembered.get(peer, ()), *known]
 
-    def _donors(self) -> list[PeerId]:
+    def _donors(self) -> list[list[PeerId]]:
+        """Syncers, then those that train; each by preference. Never one that joins: it may have no state yet."""
         assert self._card is not None
-        digest = self._card.digest
-        able = [
+        others = [
             member
             for peer, member in self.membership.members().items()
-            if peer != self.peer_id
-            and member.digest == digest
-            and member.status.state in (MemberState.TRAINING, MemberState.WAITING, MemberState.MERGING)
+            if peer != self.peer_id and member.digest == self._card.digest
         ]
 
-        def order(member: Member) -> tuple[bool, bool, int, bytes]:
+        def order(member: Member) -> tuple[bool, int, bytes]:
             # between equals each newcomer has an order of its own, so that they do not all ask the same donor
             mixed = hashlib.sha256(f"{self.peer_id} {member.peer_id}".encode()).digest()
-            merging = member.status.state is MemberState.MERGING
-            return (not merging, not member.reachable, -member.status.round, mixed)
+            return (not member.reachable, -member.status.round, mixed)
 
-        return [member.peer_id for member in sorted(able, key=order)]
+        tiers = []
+        for states in ({MemberState.MERGING}, {MemberState.TRAINING, MemberState.WAITING}):
+            able = [member for member in others if member.status.state in states]
+            tiers.append([member.peer_id for member in sorted(able, key=order)])
+        return [tier for tier in tiers if tier]
 
     def _begin_ties(self) -> None:
         task = asyncio.create_task(self._keep_ties())

@@ -5,7 +5,7 @@ import concurrent.futures
 import contextlib
 import logging
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from peers.errors import PeersError
@@ -31,8 +31,16 @@ class NetworkThread:
         self._thread = threading.Thread(target=self._run, name="gasloc-network", daemon=True)
         self._thread.start()
 
-    def call(self, coroutine: Coroutine[Any, Any, T], *, stop: threading.Event | None = None) -> T:
+    def call(
+        self,
+        coroutine: Coroutine[Any, Any, T],
+        *,
+        stop: threading.Event | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> T:
         """Runs a coroutine on the loop and blocks until it ends; returns or raises what it does.
+
+        With `stop`, `meanwhile` is called on the caller's thread many times a second until then.
 
         When `stop` gets set, or the caller is interrupted, the coroutine is cancelled and given 10 s to clean
         up; then `concurrent.futures.CancelledError` is raised, unless it had a result all the same. Raises
@@ -43,6 +51,7 @@ class NetworkThread:
             while stop is not None and not stop.is_set():
                 if concurrent.futures.wait([future], timeout=_LOOK_S).done:
                     return future.result()
+                meanwhile()
             if stop is None:
                 concurrent.futures.wait([future])
                 return future.result()

@@ -22,7 +22,8 @@ from peers.access import (
     GuardedTransport,
 )
 from peers.courier import Courier, Parcel
-from peers.donor import Donor, RunCard, Snapshot, fetch_card, fetch_state
+from peers.donor import Donor, RunCard, Snapshot, fetch_card
+from peers.download import fetch_state
 from peers.errors import (
     AccessError,
     NoDonorError,
@@ -414,7 +415,7 @@ async def test_a_private_swarm_of_two_and_a_third(tmp_path: Path) -> None:
         assert await second.fetch_card() == CARD
         await second.enter(CARD, lambda: None)
         await second.membership.publish(Status(4, MemberState.TRAINING))
-        assert (await second.fetch_state(timeout_s=20)).round == 4
+        assert (await second.fetch_state()).round == 4
         await asyncio.gather(first.membership.wait_for(2, 20.0), second.membership.wait_for(2, 20.0))
         swaps = await asyncio.gather(*(trade(one, other) for one, other in ((first, second), (second, first))))
         assert [swap.answer for swap in swaps] == [Answer.ACCEPT, Answer.ACCEPT]
@@ -430,7 +431,7 @@ async def test_a_private_swarm_of_two_and_a_third(tmp_path: Path) -> None:
             member.digest != CARD.digest for peer, member in third.membership.members().items() if peer != third.peer_id
         )
         with pytest.raises(NoDonorError):
-            await third.fetch_state(timeout_s=20)
+            await third.fetch_state()
         swap = await trade(third, first)
         assert swap.answer is not Answer.ACCEPT
         assert await first.membership.wait_for(3, 20.0) == 3

@@ -1,90 +1,34 @@
-"""The run card and the state: whole from somebody, or a reason from everybody."""
+"""The run card, and what a donor gives of its state: within its caps, from states that it keeps within limits."""
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+import weakref
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.codec import encode
+from peers.caps import LEAST_RATE, PIECE_BYTES, CapError, TokenBucket
 from peers.donor import (
     CARD_PROTOCOL,
     MAX_CARD_BYTES,
+    MOST_CHUNKS_ASKED,
     STATE_PROTOCOL,
     Donor,
     RunCard,
     Snapshot,
+    asked,
     fetch_card,
-    fetch_state,
 )
-from peers.errors import NoDonorError, ProtocolError, RefusedError, UnreachableError
-from peers.meter import Meter
+from peers.errors import NoDonorError, PeersError, ProtocolError, RefusedError, UnreachableError
+from peers.manifest import CHUNK_BYTES
 from peers.pipes import Fault, FaultKind, PipeNetwork
-from peers.table import Entry, encode_table
-from peers.wire import BLOCK_BYTES, Kind, Wire
+from peers.shelf import Choice, Shelf, ShelfLimits, Standing, choose
+from peers.wire import Kind, Wire
+from tests.donors import CARD, STATE_BYTES, assert_same, donor, fetch, header, play, snapshot, speaks
 from tests.virtual_time import run
-
-CARD = RunCard("tiny", "d" * 64, b'{"name":"tiny"}')
-FLOATS = 3 * BLOCK_BYTES // 4
-
-
-def snapshot(round: int = 7) -> Snapshot:
-    tensors = {
-        "theta/w": torch.arange(float(FLOATS)),
-        "theta/scale": torch.tensor(1.5),
-        "momentum/w": torch.zeros(2, 0),
-        "steps": torch.tensor([3, 4]),
-        "half": torch.ones(3, dtype=torch.bfloat16),
-        "mask": torch.tensor([True, False]),
-    }
-    return Snapshot(round, {"step": 105, "learning_rate": 3e-3, "name": "tiny"}, tensors)
-
-
-def assert_same(left: Snapshot, right: Snapshot) -> None:
-    assert left.round == right.round
-    assert dict(left.meta) == dict(right.meta)
-    assert left.tensors.keys() == right.tensors.keys()
-    for name, tensor in left.tensors.items():
-        assert tensor.dtype == right.tensors[name].dtype
-        assert torch.equal(tensor, right.tensors[name])
-
-
-async def donor(
-    network: PipeNetwork,
-    peer: str,
-    provide: Callable[[], Snapshot | None] = snapshot,
-    *,
-    card: RunCard = CARD,
-    max_downloads: int = 3,
-    meter: Meter | None = None,
-) -> None:
-    await Donor(network.join(peer), card, provide, max_downloads=max_downloads, meter=meter).start()
-
-
-async def fetch(network: PipeNetwork, *donors: str, limit_bytes: int = 2**30) -> Snapshot:
-    """As a newcomer N, of the run that the card describes."""
-    transport = network.find("N") or network.join("N")
-    state = await fetch_state(
-        transport,
-        donors,
-        run=CARD.run,
-        digest=CARD.digest,
-        limit_bytes=limit_bytes,
-        prefixes=("theta/", "momentum/", "steps", "half", "mask"),
-    )
-    assert transport.open_streams == 0
-    return state
-
-
-def play(scenario: Callable[[PipeNetwork], Coroutine[Any, Any, None]]) -> None:
-    async def in_network() -> None:
-        await scenario(PipeNetwork())
-
-    run(in_network())
 
 
 def test_the_card_arrives() -> None:
@@ -114,23 +58,6 @@ def test_a_peer_that_gives_no_card() -> None:
     play(scenario)
 
 
-def speaks(*frames: Callable[[Wire], Awaitable[object]]) -> Callable[..., Coroutine[Any, Any, None]]:
-    """A donor that says what it is told, whatever it is asked."""
-
-    async def handler(peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        wire = Wire(reader, writer, "state")
-        await wire.receive_header(Kind.HEADER)
-        for send in frames:
-            await send(wire)
-        await wire.linger(60.0)
-
-    return handler
-
-
-def header(**fields: object) -> Callable[[Wire], Awaitable[object]]:
-    return lambda wire: wire.send_header(Kind.HEADER, {"answer": "accept", "reason": ""} | fields)
-
-
 @pytest.mark.parametrize(
     ("fields", "error", "reason"),
     [
@@ -155,19 +82,6 @@ def test_what_is_not_a_card(fields: dict[str, object], error: type[Exception], r
     play(scenario)
 
 
-def test_the_state_arrives_whole_and_exact() -> None:
-    async def scenario(network: PipeNetwork) -> None:
-        meter = Meter()
-        await donor(network, "A", meter=meter)
-        assert_same(await fetch(network, "A"), snapshot())
-        found = network.find("A")
-        assert found is not None
-        await found.finished()
-        assert meter.by_kind["state"].sent_bytes > 4 * FLOATS
-
-    play(scenario)
-
-
 def test_the_state_is_taken_on_another_thread() -> None:
     threads = []
 
@@ -184,145 +98,234 @@ def test_the_state_is_taken_on_another_thread() -> None:
     assert threads[0] is not threading.main_thread()
 
 
-@pytest.mark.parametrize("kind", [FaultKind.CUT, FaultKind.GARBLE, FaultKind.STALL, FaultKind.REFUSE, FaultKind.SILENT])
-@pytest.mark.parametrize("at", [50, 400, 2 * BLOCK_BYTES, 4 * FLOATS])
-def test_a_donor_that_fails_is_followed_by_the_next(kind: FaultKind, at: int) -> None:
+def test_newcomers_that_come_together_share_one_state() -> None:
+    taken = []
+
+    def provide() -> Snapshot:
+        taken.append(1)
+        return snapshot()
+
     async def scenario(network: PipeNetwork) -> None:
-        await donor(network, "A", lambda: snapshot(6))
-        await donor(network, "B", lambda: snapshot(7))
-        network.order(STATE_PROTOCOL, Fault(kind, after_bytes=at, back=True))
-        assert_same(await fetch(network, "A", "B"), snapshot(7))
-        assert asyncio.get_running_loop().time() < 30.0
+        served = await donor(network, "A", provide)
+        states = await asyncio.gather(*(fetch(network, "A", me=me) for me in "KLM"))
+        for state in states:
+            assert_same(state, snapshot())
+        assert served.shelf.kept == len(taken) == 1
 
     play(scenario)
 
 
-@given(at=st.integers(0, 900), kind=st.sampled_from([FaultKind.CUT, FaultKind.GARBLE, FaultKind.STALL]))
-def test_a_fault_at_any_byte_is_noticed(at: int, kind: FaultKind) -> None:
-    """The whole answer with a small state: header, table, blocks and digest."""
+def test_a_cap_on_bandwidth_is_kept_to_and_shared() -> None:
+    rate = STATE_BYTES // 20
 
     async def scenario(network: PipeNetwork) -> None:
-        small = Snapshot(3, {"step": 1}, {"theta/w": torch.arange(8.0), "steps": torch.tensor([1, 2])})
-        await donor(network, "A", lambda: small)
-        network.order(STATE_PROTOCOL, Fault(kind, after_bytes=at, back=True))
-        try:
-            assert_same(await fetch(network, "A"), small)
-        except NoDonorError:
-            assert at < 450
-
-    play(scenario)
-
-
-def test_no_donor_lists_everybody_with_a_reason() -> None:
-    def fails() -> Snapshot:
-        raise OSError("the disk is gone")
-
-    async def scenario(network: PipeNetwork) -> None:
-        await donor(network, "A", lambda: None)
-        await donor(network, "B", card=RunCard("other", CARD.digest, b""))
-        await donor(network, "C", card=RunCard(CARD.run, "e" * 64, b""))
-        await donor(network, "D", fails)
-        await donor(network, "E", lambda: Snapshot(1, {}, {"theta/w": torch.tensor(float("nan"))}))
-        await donor(network, "F", lambda: Snapshot(1, {}, {"virus": torch.zeros(1)}))
-        await donor(network, "H", lambda: Snapshot(1, {"loss": float("inf")}))
-        await donor(network, "I", lambda: Snapshot(1, {"long": "x" * 70_000}))
-        await donor(network, "J", lambda: Snapshot(-1))
-        with pytest.raises(NoDonorError) as caught:
-            await fetch(network, *"ABCDEFGHIJ")
-        for part in (
-            "A: refused: it has no state to give yet",
-            "B: refused: run 'tiny' against 'other'",
-            "C: refused: digest 'dddd",
-            "D: refused: it failed to give its state",
-            "E: refused: its own state is unfit: tensor 'theta/w' holds NaN",
-            "F: tensor 'virus' does not belong to a state",
-            "G: G refused the connection",
-            "H: refused: its own state is unfit: the state's meta 'loss' is neither",
-            "I: refused: its own state is unfit: a state's meta of 70",
-            "J: refused: its own state is unfit: the state's round",
-        ):
-            assert part in str(caught.value)
-        with pytest.raises(NoDonorError, match="there is no donor"):
-            await fetch(network)
-
-    play(scenario)
-
-
-def test_a_donor_that_is_busy_says_so() -> None:
-    async def scenario(network: PipeNetwork) -> None:
-        await donor(network, "A", max_downloads=1)
-        network.order(STATE_PROTOCOL, Fault(FaultKind.STALL, after_bytes=BLOCK_BYTES, back=True))
-        stalled = asyncio.create_task(fetch(network, "A"))
-        await asyncio.sleep(1.0)
-        with pytest.raises(NoDonorError, match="A: busy: 1 downloads are under way already"):
-            await fetch_state(network.join("M"), ["A"], run=CARD.run, digest=CARD.digest)
-        with pytest.raises(NoDonorError, match="no progress"):
-            await stalled
-        found = network.find("A")
-        assert found is not None
-        await found.finished()
+        await donor(network, "A", rate_bytes_per_s=rate)
+        loop = asyncio.get_running_loop()
         assert_same(await fetch(network, "A"), snapshot())
+        alone_s = loop.time()
+        assert 19.5 < alone_s < 20.5
+        for state in await asyncio.gather(*(fetch(network, "A", me=me) for me in "LM")):
+            assert_same(state, snapshot())
+        assert 39.0 < loop.time() - alone_s < 41.0
 
     play(scenario)
 
 
-def test_a_slow_download_goes_on_as_long_as_it_moves() -> None:
+def test_at_the_least_rate_three_at_once_are_not_taken_for_dead() -> None:
     async def scenario(network: PipeNetwork) -> None:
-        await donor(network, "A")
-        network.order(STATE_PROTOCOL, Fault(FaultKind.SLOW, bytes_per_s=4 * FLOATS / 60, back=True))
-        assert_same(await fetch(network, "A"), snapshot())
-        assert asyncio.get_running_loop().time() > 55.0
+        await donor(network, "A", rate_bytes_per_s=LEAST_RATE)
+        for state in await asyncio.gather(*(fetch(network, "A", me=me) for me in "LMN")):
+            assert_same(state, snapshot())
+        expected_s = 3 * STATE_BYTES / LEAST_RATE
+        assert expected_s - 5 < asyncio.get_running_loop().time() < expected_s + 5
+        assert len(network.dialled) == 6, "no stream was ever opened twice"
 
     play(scenario)
 
 
-def test_a_state_over_the_limit_is_refused_before_it_is_sent() -> None:
-    async def scenario(network: PipeNetwork) -> None:
-        await donor(network, "A")
-        meter = Meter()
-        with pytest.raises(NoDonorError, match="over the limit of 1000"):
-            await fetch_state(network.join("N"), ["A"], run=CARD.run, digest=CARD.digest, limit_bytes=1000, meter=meter)
-        assert meter.by_kind["state"].received_bytes < 1000
+@given(
+    rate=st.integers(LEAST_RATE, 10**9),
+    takes=st.lists(st.tuples(st.integers(1, PIECE_BYTES), st.floats(0.0, 2.0)), max_size=60),
+)
+def test_a_bucket_never_gives_more_than_its_rate(rate: int, takes: list[tuple[int, float]]) -> None:
+    """Over every span that begins with a send: burst + rate * t, to rounding."""
+    now, bucket = 100.0, TokenBucket(rate, 100.0)
+    sends = []
+    for size_bytes, pause_s in takes:
+        now += pause_s
+        now += bucket.take(size_bytes, now)
+        sends.append((now, size_bytes))
+    for first, (begun, _) in enumerate(sends):
+        total_bytes = 0
+        for at, size_bytes in sends[first:]:
+            total_bytes += size_bytes
+            assert total_bytes <= (bucket.burst_bytes + rate * (at - begun)) * (1 + 1e-6) + 1
 
-    play(scenario)
+
+def test_a_bucket_without_a_rate_and_rates_that_cannot_work() -> None:
+    bucket = TokenBucket(0, 0.0)
+    assert [bucket.take(10**9, 0.0) for _ in range(3)] == [0.0, 0.0, 0.0]
+    for rate in (-1, 1, LEAST_RATE - 1):
+        with pytest.raises(CapError, match="give more, or 0 for no limit"):
+            TokenBucket(rate, 0.0)
+        with pytest.raises(CapError):
+            Donor(PipeNetwork().join("A"), CARD, snapshot, rate_bytes_per_s=rate)
 
 
-TABLE = encode_table([Entry("theta/w", (2,), torch.float32, torch.float32)])
-VALUES = encode(torch.ones(2), torch.float32)
+LIMITS = ShelfLimits(most=2, fresh_s=5.0, share_s=60.0, idle_s=45.0, life_s=1000.0)
 
 
 @pytest.mark.parametrize(
-    ("frames", "reason"),
+    ("kept", "choice"),
     [
-        ([header(meta={})], "round is not a whole number"),
-        ([header(round=-1, meta={})], "round is not a whole number"),
-        ([header(round=1)], "meta is not an object"),
-        ([header(round=1, meta={"x": None})], "meta 'x' is neither"),
-        ([header(round=1, meta={"x": True})], "meta 'x' is neither"),
-        (
-            [
-                header(round=1, meta={}),
-                lambda wire: wire.send_payload(Kind.TABLE, TABLE),
-                lambda wire: wire.send_block(VALUES),
-                lambda wire: wire.send_header(Kind.DONE, {"sha256": "0" * 64}),
-            ],
-            "does not match its SHA-256",
-        ),
-        (
-            [
-                header(round=1, meta={}),
-                lambda wire: wire.send_payload(Kind.TABLE, TABLE),
-                lambda wire: wire.send_block(encode(torch.tensor([1.0, float("inf")]), torch.float32)),
-            ],
-            "'theta/w' holds NaN or infinite",
-        ),
-        ([header(round=1, meta={}), lambda wire: wire.abort("out of disk")], "out of disk"),
+        ([], Choice.TAKE),
+        ([Standing(4.9, 0.0, True)], Choice.SHARE),
+        ([Standing(5.0, 0.0, True)], Choice.TAKE),
+        ([Standing(500.0, 0.0, True), Standing(59.0, 0.0, True)], Choice.SHARE),
+        ([Standing(500.0, 0.0, True), Standing(60.0, 0.0, True)], Choice.FULL),
+        ([Standing(500.0, 0.0, True), Standing(60.0, 40.0, False)], Choice.REPLACE),
     ],
 )
-def test_what_is_not_a_state(frames: list[Callable[[Wire], Awaitable[object]]], reason: str) -> None:
+def test_whether_a_state_is_shared_or_taken_anew(kept: list[Standing], choice: Choice) -> None:
+    assert choose(kept, LIMITS) is choice
+
+
+@given(st.lists(st.builds(Standing, st.floats(0, 1e4), st.floats(0, 45), st.booleans()), max_size=2))
+def test_a_shelf_never_takes_more_than_it_may(kept: list[Standing]) -> None:
+    choice = choose(kept, LIMITS)
+    assert choice is not Choice.TAKE or len(kept) < LIMITS.most
+    assert choice is not Choice.REPLACE or not all(one.in_use for one in kept)
+    assert choice is not Choice.SHARE or kept
+
+
+def test_kept_states_are_bounded_and_freed_without_being_asked() -> None:
+    alive = list[weakref.ref[torch.Tensor]]()
+
+    def provide() -> Snapshot:
+        state = snapshot(len(alive))
+        alive.append(weakref.ref(state.tensors["theta/w"]))
+        return state
+
+    async def scenario() -> None:
+        shelf = Shelf(provide, LIMITS)
+        for _ in range(20):
+            await shelf.newest()
+            await asyncio.sleep(30.0)
+            assert shelf.kept <= LIMITS.most
+            # tensors share their memory with what is kept, through numpy
+            assert sum(one() is not None for one in alive) <= LIMITS.most
+        await asyncio.sleep(LIMITS.idle_s * 2)
+        assert shelf.kept == 0
+        assert all(one() is None for one in alive)
+
+    run(scenario())
+    assert len(alive) > 5
+
+
+def test_a_state_in_use_is_kept_and_past_its_life_it_is_not_given() -> None:
+    async def scenario() -> None:
+        shelf = Shelf(snapshot, LIMITS)
+        prepared = await shelf.newest()
+        assert not isinstance(prepared, tuple)
+        with shelf.held(prepared):
+            await asyncio.sleep(900.0)
+            assert shelf.find(prepared.manifest.root) is prepared
+            await asyncio.sleep(200.0)
+            assert shelf.find(prepared.manifest.root) is None
+        await asyncio.sleep(60.0)
+        assert shelf.kept == 0
+
+    run(scenario())
+
+
+def test_with_all_places_taken_by_slow_downloads_a_newcomer_is_told_busy() -> None:
     async def scenario(network: PipeNetwork) -> None:
-        await network.join("A").serve(STATE_PROTOCOL, speaks(*frames))
-        with pytest.raises(NoDonorError, match=reason):
-            await fetch(network, "A")
+        rounds = iter(range(9))
+        await donor(network, "A", lambda: snapshot(next(rounds)), max_downloads=9)
+        slow = []
+        for me in "KL":
+            network.order(STATE_PROTOCOL)
+            network.order(STATE_PROTOCOL, Fault(FaultKind.SLOW, bytes_per_s=CHUNK_BYTES / 50, back=True))
+            slow.append(asyncio.create_task(fetch(network, "A", me=me)))
+            await asyncio.sleep(70.0)
+        with pytest.raises(NoDonorError, match="A: busy: 2 states are being downloaded from it already"):
+            await fetch(network, "A", busy_s=5.0)
+        assert [state.round for state in await asyncio.gather(*slow)] == [0, 1]
+        assert (await fetch(network, "A")).round == 2
 
     play(scenario)
+
+
+async def begin(network: PipeNetwork, me: str, root: str) -> Wire:
+    transport = network.find(me) or network.join(me)
+    reader, writer = await transport.dial("A", STATE_PROTOCOL, timeout_s=1.0)
+    wire = Wire(reader, writer, "state")
+    await wire.send_header(Kind.HEADER, {"run": CARD.run, "digest": CARD.digest, "root": root})
+    return wire
+
+
+def test_places_are_counted_by_newcomer_and_freed() -> None:
+    async def scenario(network: PipeNetwork) -> None:
+        served = await donor(network, "A", max_downloads=2)
+        found = await served.shelf.newest()
+        assert not isinstance(found, tuple)
+        root = found.manifest.root
+        wires = []
+        for me, answer in (("K", "accept"), ("K", "accept"), ("K", "busy"), ("L", "accept"), ("M", "busy")):
+            wires.append(await begin(network, me, root))
+            assert (await wires[-1].receive_header(Kind.HEADER))["answer"] == answer
+        await wires[3].send_header(Kind.DONE, {})
+        wires[4].cut()
+        await asyncio.sleep(0.1)
+        wires.append(await begin(network, "M", root))
+        assert (await wires[-1].receive_header(Kind.HEADER))["answer"] == "accept"
+        gone = await begin(network, "K", "0" * 64)
+        assert (await gone.receive_header(Kind.HEADER))["answer"] == "busy"
+        for wire in [*wires, gone]:
+            wire.cut()
+        transport = network.find("A")
+        assert transport is not None
+        await transport.finished()
+        gone = await begin(network, "K", "0" * 64)
+        assert (await gone.receive_header(Kind.HEADER))["answer"] == "gone"
+        gone.cut()
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_a_newcomer_that_never_asks_is_let_go(silent: bool) -> None:
+    """Also one that sends signs of life for ever."""
+
+    async def scenario(network: PipeNetwork) -> None:
+        served = await donor(network, "A", max_downloads=1)
+        found = await served.shelf.newest()
+        assert not isinstance(found, tuple)
+        wire = await begin(network, "K", found.manifest.root)
+        await wire.receive_header(Kind.HEADER)
+        ended = asyncio.create_task(wire.ended())
+        while not ended.done():
+            await asyncio.sleep(2.0)
+            if not silent:
+                with contextlib.suppress(PeersError):
+                    await wire.send_header(Kind.PROGRESS, {})
+        assert asyncio.get_running_loop().time() < (15.0 if silent else 700.0)
+        wire.cut()
+        assert_same(await fetch(network, "A"), snapshot())
+
+    play(scenario)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["first", "count"]), st.none() | st.integers(-3, 100) | st.floats() | st.booleans() | st.text()
+    ),
+    st.integers(0, 99),
+)
+def test_no_request_reaches_past_the_state(request: dict[str, object], chunks: int) -> None:
+    try:
+        found = asked(request, chunks)
+    except ProtocolError:
+        return
+    assert 0 < len(found) <= MOST_CHUNKS_ASKED
+    assert 0 <= found.start < found.stop <= chunks

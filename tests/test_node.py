@@ -58,7 +58,7 @@ async def test_a_swarm_of_four_from_first_contact_to_goodbye(start_peer: StartPe
         others.append(peer)
     for peer in (first, *others):
         assert await peer.membership.wait_for(4, 10.0) == 4
-    snapshot = await others[0].fetch_state(timeout_s=10)
+    snapshot = await others[0].fetch_state()
     assert (snapshot.round, snapshot.meta) == (4, {"note": "x"})
     assert torch.equal(snapshot.tensors["weights"], state["weights"])
     a, b = others[1:]  # they joined the first only, and never met before
@@ -87,15 +87,15 @@ async def test_state_comes_from_the_highest_round_and_never_from_one_who_has_non
     await first.membership.publish(Status(9, MemberState.JOINING))
     await newcomer.membership.refresh()
     with pytest.raises(NoDonorError, match="no member of this run trains yet"):
-        await newcomer.fetch_state(timeout_s=5)
+        await newcomer.fetch_state()
     behind = await start_peer("behind", first.addresses[0])
     await behind.enter(CARD, lambda: Snapshot(5, {}, {"x": torch.zeros(1)}))
     await behind.membership.publish(Status(5, MemberState.TRAINING))
     await first.membership.publish(Status(9, MemberState.WAITING))
     await newcomer.membership.refresh()
-    assert (await newcomer.fetch_state(timeout_s=10)).round == 9
+    assert (await newcomer.fetch_state()).round == 9
     await first.close()
-    assert (await newcomer.fetch_state(timeout_s=10)).round == 5
+    assert (await newcomer.fetch_state()).round == 5
 
 
 async def test_a_client_looks_on_and_is_not_seen(start_peer: StartPeer) -> None:
