@@ -43,12 +43,13 @@ class NextChoice:
         try:
             await asyncio.wait({seeking, arrived}, return_when=asyncio.FIRST_COMPLETED)
             if opening.partner is None:
-                return await seeking, heard
+                met = await seeking
+                return met, _declines(heard, met)
             await discard(seeking)
             incoming = opening.take()
             assert incoming is not None, "a stream is taken once"
-            heard.pop(opening.partner, None)
-            return Meeting(opening.partner, incoming.wire, incoming.hello.note, incoming), heard
+            met = Meeting(opening.partner, incoming.wire, incoming.hello.note, incoming)
+            return met, _declines(heard, met)
         finally:
             if not seeking.done():
                 await discard(seeking)
@@ -84,9 +85,6 @@ class NextChoice:
             if open_to_us:
                 await asyncio.sleep(min(pause_s, max(deadline - loop.time(), 0.0)))
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        for peer in open_to_us:
-            if heard[peer].answer is Answer.ACCEPT:
-                heard[peer] = replace(heard[peer], answer=Answer.TIMEOUT, reason="time was over before it was asked")
         return None
 
     async def _survey(self, peers: Sequence[PeerId], hello: Hello, deadline: float) -> dict[PeerId, Swap]:
@@ -116,3 +114,13 @@ class NextChoice:
             return met
         finally:
             self._rendezvous.move(opening.slot, stage)
+
+
+def _declines(heard: Mapping[PeerId, Swap], met: Meeting | None) -> dict[PeerId, Swap]:
+    """The answers of all but the one that was met. Those who would have traded were not asked to."""
+    unasked = "left over too, but another was met first" if met else "left over too, but not in time"
+    return {
+        peer: replace(swap, answer=Answer.BUSY, reason=unasked) if swap.answer is Answer.ACCEPT else swap
+        for peer, swap in heard.items()
+        if not (met and peer == met.partner)
+    }

@@ -1,6 +1,7 @@
 """What every `Exchange` promises, tried on each implementation and each transport."""
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ import torch
 from peers.errors import LayoutError, ProtocolError
 from peers.exchange import Answer, Exchange, Offer, PeerId, Slot, Swap, Tensors, TensorSpec
 from tests.worlds import Closable, World, in_every_world
+
+Swaps = dict[PeerId, Swap]
 
 GRACE_S = 20.0
 SHORT_S = 0.5
@@ -324,3 +327,142 @@ async def test_what_a_caller_must_not_offer(world: World) -> None:
     await a.swap(Slot(5), {}, timeout_s=SHORT_S)
     with pytest.raises(ValueError, match="round 4 comes before round 5"):
         await swap_one(a, b.me, Offer(small(1.0)), 4)
+
+
+async def any_of(
+    exchange: Exchange, candidates: Sequence[Exchange], value: float, timeout_s: float = GRACE_S, *, round: int = 1
+) -> Swaps:
+    """What a peer does that is left over: nobody of its row came, so it looks for another."""
+    slot = Slot(round)
+    await exchange.swap(slot, {}, timeout_s=timeout_s)
+    ids = [candidate.me for candidate in candidates]
+    return await exchange.swap_any(slot, ids, Offer(small(value), note={"sent": value}), timeout_s=timeout_s)
+
+
+def chosen(swaps: Swaps) -> list[PeerId]:
+    return [peer for peer, swap in swaps.items() if swap.answer is Answer.ACCEPT]
+
+
+@in_every_world
+async def test_two_that_are_left_over_meet_whoever_of_them_is_early(world: World) -> None:
+    a, b = await pair(world)
+    for round, (early, late) in enumerate([(a, b), (b, a)], start=1):
+        slot = Slot(round)
+        waiting = asyncio.create_task(early.swap_any(slot, [late.me], Offer(small(1.0)), timeout_s=GRACE_S))
+        await world.pause()
+        of_late = await late.swap_any(slot, [early.me], Offer(small(2.0)), timeout_s=GRACE_S)
+        of_early = await waiting
+        assert equal(got(of_early[late.me]), small(2.0))
+        assert equal(got(of_late[early.me]), small(1.0))
+
+
+@in_every_world
+async def test_one_that_is_not_a_candidate_of_the_other_may_choose_it(world: World) -> None:
+    """Views differ: A has B among its candidates, and B has only one that has not come yet."""
+    a, b, late = [await world.join() for _ in range(3)]
+    slot = Slot(1)
+    of_a, of_b = await asyncio.gather(
+        a.swap_any(slot, [b.me], Offer(small(1.0)), timeout_s=GRACE_S),
+        b.swap_any(slot, [late.me], Offer(small(2.0)), timeout_s=GRACE_S),
+    )
+    assert chosen(of_a) == [b.me]
+    assert chosen(of_b) == [a.me]
+
+
+@in_every_world
+async def test_four_that_are_left_over_make_two_pairs(world: World) -> None:
+    """Each asks all others at once, and in another order; nobody trades twice."""
+    peers = [await world.join() for _ in range(4)]
+    orders = [[*peers[index + 1 :], *peers[:index]] for index in range(4)]
+    works = [any_of(peer, others, number) for number, (peer, others) in enumerate(zip(peers, orders, strict=True), 1)]
+    swaps = await asyncio.gather(*works)
+    partner = {peer.me: chosen(outcome) for peer, outcome in zip(peers, swaps, strict=True)}
+    assert all(len(others) == 1 for others in partner.values())
+    assert all(partner[others[0]] == [me] for me, others in partner.items())
+    value = {peer.me: number for number, peer in enumerate(peers, start=1)}
+    for peer, outcome in zip(peers, swaps, strict=True):
+        (other,) = partner[peer.me]
+        assert equal(got(outcome[other]), small(value[other]))
+        assert outcome[other].note == {"sent": float(value[other])}
+        assert all(swap.tensors is None for who, swap in outcome.items() if who != other)
+
+
+@in_every_world
+async def test_those_that_are_engaged_say_so_and_the_odd_one_goes_on_at_once(world: World) -> None:
+    a, b, odd = [await world.join() for _ in range(3)]
+    loop = asyncio.get_running_loop()
+    await asyncio.gather(swap_one(a, b.me, Offer(small(1.0))), swap_one(b, a.me, Offer(small(2.0))))
+    began = loop.time()
+    swaps = await any_of(odd, [a, b], 3.0, timeout_s=60.0)
+    assert {swap.answer for swap in swaps.values()} == {Answer.PAIRED_ELSEWHERE}
+    assert loop.time() - began < 30.0
+
+
+@in_every_world
+async def test_one_that_still_waits_for_its_partner_may_be_left_over_later(world: World) -> None:
+    a, b, gone = [await world.join() for _ in range(3)]
+    looking = asyncio.create_task(any_of(a, [b], 1.0))
+    await world.pause()
+    failed = await swap_one(b, gone.me, Offer(small(2.0)), 1, SHORT_S)  # it never comes
+    assert failed.answer is Answer.BEHIND, failed.reason
+    assert not looking.done()
+    of_b = await b.swap_any(Slot(1), [], Offer(small(2.0)), timeout_s=GRACE_S)
+    assert of_b == {}  # and B does not look for others
+    of_a = await looking
+    assert of_a[b.me].answer is Answer.PAIRED_ELSEWHERE, of_a[b.me].reason
+
+
+@in_every_world
+async def test_one_that_is_left_over_late_is_found(world: World) -> None:
+    a, b, gone = [await world.join() for _ in range(3)]
+    looking = asyncio.create_task(any_of(a, [b], 1.0))
+    await world.pause()
+    await swap_one(b, gone.me, Offer(small(2.0)), 1, SHORT_S)
+    of_b = await b.swap_any(Slot(1), [gone.me], Offer(small(2.0)), timeout_s=GRACE_S)
+    assert equal(got((await looking)[b.me]), small(2.0))
+    assert equal(got(of_b[a.me]), small(1.0))
+
+
+@in_every_world
+async def test_the_search_ends_with_its_time(world: World) -> None:
+    a, b = await pair(world)
+    swaps = await any_of(a, [b], 1.0, SHORT_S)
+    assert swaps[b.me].answer is Answer.BEHIND, swaps[b.me].reason
+    await b.swap(Slot(7), {}, timeout_s=SHORT_S)
+    swaps = await any_of(a, [b], 1.0)
+    assert swaps[b.me].answer is Answer.AHEAD, swaps[b.me].reason
+    assert swaps[b.me].their_round == 7
+
+
+@in_every_world
+async def test_a_plain_swap_is_not_taken_for_a_search(world: World) -> None:
+    """Its weights are others, so the two sides would not mix alike."""
+    a, b = await pair(world)
+    looking = asyncio.create_task(any_of(a, [b], 1.0))
+    await world.pause()
+    plain = await swap_one(b, a.me, Offer(small(2.0)))
+    assert plain.answer is Answer.PAIRED_ELSEWHERE, plain.reason
+    of_b = await b.swap_any(Slot(1), [a.me], Offer(small(2.0)), timeout_s=GRACE_S)
+    assert chosen(of_b) == [a.me]
+    assert chosen(await looking) == [b.me]
+
+
+@in_every_world
+async def test_a_search_that_is_cancelled_or_closed_leaves_nothing_behind(world: World) -> None:
+    a, b = await pair(world)
+    before = len(asyncio.all_tasks())
+    looking = asyncio.create_task(any_of(a, [b], 1.0))
+    await world.pause()
+    looking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await looking
+    looking = asyncio.create_task(any_of(b, [a], 1.0, round=2))
+    await world.pause()
+    assert chosen(await any_of(a, [b], 2.0, round=2)) == [b.me]
+    assert chosen(await looking) == [a.me]
+    await world.pause()
+    assert len(asyncio.all_tasks()) <= before
+    looking = asyncio.create_task(a.swap_any(Slot(3), [b.me], Offer(small(1.0)), timeout_s=GRACE_S))
+    await world.pause()
+    await a.close()
+    assert (await looking)[b.me].answer is Answer.STOPPED
