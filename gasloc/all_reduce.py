@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gasloc.clipping import Clipped, clip
-from gasloc.mixing import mix
+from gasloc.mixing import mix_received
 from peers.exchange import Offer, PeerId, Slot, Swap, Tensors, layout_of
 
 T = TypeVar("T")
@@ -25,7 +25,28 @@ T = TypeVar("T")
 SCATTER, GATHER, REPAIR = "1-scatter", "2-gather", "3-repair"
 """Phases of one all-reduce, in the order in which slots count them."""
 
-Trades = Generator[tuple[Slot, Mapping[PeerId, Offer]], Mapping[PeerId, Swap], T]
+
+@dataclass(frozen=True, slots=True)
+class WithAll:
+    """A request for `peers.exchange.Exchange.swap`: a trade with each of these partners."""
+
+    slot: Slot
+    offers: Mapping[PeerId, Offer]
+    timeout_s: float | None = None
+    """None: the usual grace."""
+
+
+@dataclass(frozen=True, slots=True)
+class WithAny:
+    """A request for `peers.exchange.Exchange.swap_any`: a trade with one that is left over in the slot, too."""
+
+    slot: Slot
+    candidates: tuple[PeerId, ...]
+    offer: Offer
+    timeout_s: float
+
+
+Trades = Generator[WithAll | WithAny, Mapping[PeerId, Swap], T]
 """Yields what is to be traded in a slot, is sent what came of it, and returns a `T` in the end.
 
 So whoever drives it may block, as the trainer does, or await, as the simulator does.
@@ -96,13 +117,13 @@ def all_reduce(
     others = [peer for peer in order if peer != me]
 
     own_layout = layout_of(views[me])
-    scattered = yield (
+    scattered = yield WithAll(
         _phase(slot, SCATTER),
         {peer: Offer(views[peer], own_layout, note, start=starts, near=views[me]) for peer in others},
     )
     guard = _Guard(radius, sum(tensor.numel() for tensor in flat.values()))
     own_piece = _mean(views[me], guard.clipped(views[me], _tensors(scattered)), me)
-    gathered = yield (
+    gathered = yield WithAll(
         _phase(slot, GATHER),
         {peer: Offer(own_piece, layout_of(views[peer]), note, start=starts, near=views[peer]) for peer in others},
     )
@@ -114,7 +135,8 @@ def all_reduce(
     repaired: Mapping[PeerId, Swap] = {}
     if missing and left:
         orphaned = {name: view for peer in missing for name, view in views[peer].items()}
-        repaired = yield _phase(slot, REPAIR), {peer: Offer(orphaned, note=note, start=starts) for peer in left}
+        offer = Offer(orphaned, note=note, start=starts)
+        repaired = yield WithAll(_phase(slot, REPAIR), dict.fromkeys(left, offer))
         averages[REPAIR] = _mean(orphaned, guard.clipped(orphaned, _tensors(repaired)), me)
     swaps = _summed(others, (scattered, gathered, repaired))
     return Reduced(_assemble(phi, flat, averages.values()), swaps, guard.clips)
@@ -177,7 +199,7 @@ def _tensors(swaps: Mapping[PeerId, Swap]) -> dict[PeerId, Tensors]:
 
 def _mean(own: Tensors, received: Mapping[PeerId, Tensors], me: PeerId) -> dict[str, Tensor]:
     weight = 1.0 / (len(received) + 1)
-    return mix(own, received, dict.fromkeys((*received, me), weight), me)
+    return mix_received(own, received, dict.fromkeys((*received, me), weight), me)
 
 
 def _assemble(phi: Tensors, flat: Tensors, averages: Collection[Tensors]) -> dict[str, Tensor]:

@@ -89,6 +89,8 @@ class GossipRounds:
             radius=radius[0],
             start=start,
         )
+        if exchanged.round > slot.round:  # we were behind, and mixed in our partners' round
+            self._progress.round = exchanged.round
         self._radii.remember(index, exchanged.clips)
         self._tally.add(phi, exchanged, time.perf_counter() - started, radius)
         return exchanged.mix

@@ -22,6 +22,23 @@ def next_round(mine: int, others: Collection[int]) -> tuple[int, str]:
     return following, f"in step with the others' median round {middle}: round {following} follows {mine}"
 
 
+def fall_in(mine: int, partners: Collection[int], stale_rounds: int) -> tuple[int, str]:
+    """The round to trade in where all partners are past round `mine`, and why; `mine` itself: none.
+
+    `partners`: the rounds that they answered. The lower median of these is taken, as in `next_round`, so that a peer
+    that is slow mixes with what it has, in the round that the others are in, instead of missing them in each. One
+    that is more than `stale_rounds` behind stays: it takes the swarm's state before it mixes.
+    """
+    if not partners:
+        return mine, "no partner said which round it is in"
+    middle = median_low(partners)
+    if middle <= mine:
+        return mine, f"the partners are at round {middle}, which is not ahead of {mine}"
+    if middle - mine > stale_rounds:
+        return mine, f"{middle - mine} rounds behind the partners, more than {stale_rounds}: too old to mix"
+    return middle, f"{middle - mine} rounds behind the partners, within {stale_rounds}: trading in theirs, {middle}"
+
+
 def is_stale(mine: int, others: Collection[int], stale_rounds: int) -> tuple[bool, str]:
     """Whether our parameters are too old to mix with the others', and why.
 

@@ -267,6 +267,22 @@ class Swarm:
             swaps = self._thread.call(self._peer.exchange.swap(slot, offers, timeout_s=timeout_s), stop=self._stop)
         except concurrent.futures.CancelledError:
             return {peer: Swap(Answer.STOPPED, "this peer was told to stop") for peer in offers}
+        self._take_note(swaps)
+        return swaps
+
+    def swap_any(
+        self, slot: Slot, candidates: Sequence[PeerId], offer: Offer, *, timeout_s: float
+    ) -> dict[PeerId, Swap]:
+        """Trades with one that is left over, too; see `peers.exchange.Exchange.swap_any`, and `swap`."""
+        search = self._peer.exchange.swap_any(slot, candidates, offer, timeout_s=timeout_s)
+        try:
+            swaps = self._thread.call(search, stop=self._stop)
+        except concurrent.futures.CancelledError:
+            return {peer: Swap(Answer.STOPPED, "this peer was told to stop") for peer in candidates}
+        self._take_note(swaps)
+        return swaps
+
+    def _take_note(self, swaps: Mapping[PeerId, Swap]) -> None:
         for peer, swap in swaps.items():
             if swap.at_fault:
                 self._count_offence(peer, swap.reason)
@@ -275,7 +291,6 @@ class Swarm:
             if swap.their_round is not None:
                 # fresher than its record, which we look at once a second
                 self._heard[peer] = swap.their_round
-        return swaps
 
     def set_aside(self) -> dict[PeerId, SetAside]:
         """What is held against peers that erred, with counts and reasons; `until` by `time.monotonic`.

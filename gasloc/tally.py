@@ -19,6 +19,7 @@ class Tally:
     """There is no network, by choice."""
     swaps: dict[PeerId, Swap] = field(default_factory=dict)
     partners: dict[PeerId, None] = field(default_factory=dict)
+    remarks: dict[str, None] = field(default_factory=dict)
     clips: list[tuple[PeerId, Clipped]] = field(default_factory=list)
     mixes_tried: int = 0
     mixes_done: int = 0
@@ -33,6 +34,7 @@ class Tally:
         for peer, swap in exchanged.swaps.items():
             self.swaps[peer] = joined(self.swaps[peer], swap) if peer in self.swaps else swap
         self.partners |= dict.fromkeys(exchanged.partners)
+        self.remarks |= dict.fromkeys(exchanged.remarks)
         self.clips += exchanged.clips
         self.mixes_tried += exchanged.mixes_tried
         self.mixes_done += exchanged.mixes_done
@@ -55,7 +57,9 @@ class Tally:
             swaps=self.swaps,
             mixes_tried=self.mixes_tried,
             mixes_done=self.mixes_done,
-            reason=_words(self.swaps, alone=self.alone) + self._clip_words(clipped) + words(rollbacks),
+            reason="; ".join([_words(self.swaps, alone=self.alone), *self.remarks])
+            + self._clip_words(clipped)
+            + words(rollbacks),
             distance=(self._moved_squared / self._size_squared) ** 0.5 if self._size_squared else None,
             exchange_s=self.exchange_s,
             bytes_sent=sum(swap.bytes_sent for swap in self.swaps.values()),

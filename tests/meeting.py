@@ -1,7 +1,7 @@
 """A swarm's network for threads of one process: partners meet at a slot and swap tensors, without bytes."""
 
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -49,6 +49,12 @@ class Seat:
             partner: Swap(Answer.ACCEPT, "whole", tensors=self.meeting.fetch(slot, partner, self.me))
             for partner in offers
         }
+
+    def swap_any(
+        self, slot: Slot, candidates: Sequence[PeerId], offer: Offer, *, timeout_s: float
+    ) -> dict[PeerId, Swap]:
+        assert not candidates, "every partner of a meeting comes"
+        return {}
 
     def others_rounds(self) -> list[int]:
         return []

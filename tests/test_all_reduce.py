@@ -1,16 +1,14 @@
 """All-to-all by reduce-scatter and all-gather: pieces, the mean, bytes, and members that are missing."""
 
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Mapping
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gasloc.all_reduce import GATHER, REPAIR, SCATTER, Reduced, all_reduce, cut
+from gasloc.all_reduce import GATHER, REPAIR, SCATTER, Reduced, Trades, WithAll, all_reduce, cut
 from peers.exchange import Answer, Offer, PeerId, Slot, Swap, Tensors, layout_of
-
-Running = Generator[tuple[Slot, Mapping[PeerId, Offer]], Mapping[PeerId, Swap], Reduced]
 
 
 class Meeting:
@@ -23,20 +21,20 @@ class Meeting:
         self.sent: dict[PeerId, int] = dict.fromkeys(phis, 0)
 
     def run(self) -> dict[PeerId, Reduced]:
-        running: dict[PeerId, Running] = {
+        running: dict[PeerId, Trades[Reduced]] = {
             peer: all_reduce(phi, self.phis.keys(), peer, Slot(3), note={}) for peer, phi in self.phis.items()
         }
-        waiting = {peer: next(steps) for peer, steps in running.items()}
+        waiting = {peer: _asked(next(steps)) for peer, steps in running.items()}
         done: dict[PeerId, Reduced] = {}
         while waiting:
-            phase = min(slot for slot, _ in waiting.values())
-            here = {peer: offers for peer, (slot, offers) in waiting.items() if slot == phase}
+            phase = min(request.slot for request in waiting.values())
+            here = {peer: request.offers for peer, request in waiting.items() if request.slot == phase}
             for peer in here:
                 del waiting[peer]
             for peer in here:
                 answers = {other: self._answer(phase, peer, other, here) for other in here[peer]}
                 try:
-                    waiting[peer] = running[peer].send(answers)
+                    waiting[peer] = _asked(running[peer].send(answers))
                 except StopIteration as end:
                     done[peer] = end.value
         return done
@@ -50,6 +48,11 @@ class Meeting:
         assert layout_of(theirs.send) == expected, "both sides cut alike"
         self.sent[me] += sum(tensor.numel() for tensor in ours.send.values())
         return Swap(Answer.ACCEPT, "whole", {name: tensor.clone() for name, tensor in theirs.send.items()})
+
+
+def _asked(request: object) -> WithAll:
+    assert isinstance(request, WithAll), "an all-reduce has no next choices"
+    return request
 
 
 def random_phis(

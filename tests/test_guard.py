@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -83,6 +83,12 @@ class Place:
     def swap(self, slot: Slot, offers: Mapping[PeerId, Offer], *, timeout_s: float) -> dict[PeerId, Swap]:
         told = {peer: replace(offer, send=self.lie(offer.send)) for peer, offer in offers.items()}
         return self.thread.call(self.exchange.swap(slot, told, timeout_s=timeout_s))
+
+    def swap_any(
+        self, slot: Slot, candidates: Sequence[PeerId], offer: Offer, *, timeout_s: float
+    ) -> dict[PeerId, Swap]:
+        told = replace(offer, send=self.lie(offer.send))
+        return self.thread.call(self.exchange.swap_any(slot, candidates, told, timeout_s=timeout_s))
 
     def others_rounds(self) -> list[int]:
         return []

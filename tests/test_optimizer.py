@@ -3,7 +3,7 @@
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,6 +128,12 @@ class Deserted:
 
     def swap(self, slot: Slot, offers: Mapping[PeerId, Offer], *, timeout_s: float) -> dict[PeerId, Swap]:
         assert not offers
+        return {}
+
+    def swap_any(
+        self, slot: Slot, candidates: Sequence[PeerId], offer: Offer, *, timeout_s: float
+    ) -> dict[PeerId, Swap]:
+        assert not candidates
         return {}
 
     def others_rounds(self) -> list[int]:

@@ -574,6 +574,11 @@ class Trader:
     def swap(self, slot: Slot, offers: Mapping[PeerId, Offer], *, timeout_s: float) -> dict[PeerId, Swap]:
         return self.thread.call(self.exchange.swap(slot, offers, timeout_s=timeout_s))
 
+    def swap_any(
+        self, slot: Slot, candidates: Sequence[PeerId], offer: Offer, *, timeout_s: float
+    ) -> dict[PeerId, Swap]:
+        return self.thread.call(self.exchange.swap_any(slot, candidates, offer, timeout_s=timeout_s))
+
     def others_rounds(self) -> list[int]:
         return []
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 
 from gasloc import clipping, fragments, mixing
-from gasloc.all_reduce import T, Trades
+from gasloc.all_reduce import T, Trades, WithAny
 from gasloc.gossip import Exchanged, Plan, exchanging
 from gasloc.simulation.life import catch_up
 from gasloc.simulation.rules import Gasloc
@@ -72,7 +72,8 @@ async def exchange(
 ) -> Exchanged:
     """One exchange with those in sight, counted in the worker's traffic."""
     recipe = worker.world.recipe
-    plan = Plan(graph, recipe.seed, mixes, recipe.exchange.grace_s)
+    most_behind = 0 if worker.world.lockstep else recipe.stale_rounds
+    plan = Plan(graph, recipe.seed, mixes, recipe.exchange.grace_s, most_behind)
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     members = worker.world.members(worker)
@@ -86,6 +87,8 @@ async def exchange(
         radius=radius,
     )
     exchanged = await traded(worker.exchange, trades, timeout_s=plan.grace_s)
+    if exchanged.round > slot.round:
+        worker.round = max(worker.round, exchanged.round)
     worker.traffic.exchange_s += loop.time() - began_s
     worker.traffic.add(exchanged.swaps)
     worker.traffic.clips += exchanged.clips
@@ -94,11 +97,21 @@ async def exchange(
 
 
 async def traded(exchange: Exchange, trades: Trades[T], *, timeout_s: float) -> T:
-    """Makes the trades that are asked for over `exchange`, and returns what comes of them in the end."""
+    """Makes the trades that are asked for over `exchange`, and returns what comes of them in the end.
+
+    `timeout_s` is for requests that name none.
+    """
     try:
-        slot, offers = next(trades)
+        request = next(trades)
         while True:
-            slot, offers = trades.send(await exchange.swap(slot, offers, timeout_s=timeout_s))
+            if isinstance(request, WithAny):
+                swaps = await exchange.swap_any(
+                    request.slot, request.candidates, request.offer, timeout_s=request.timeout_s
+                )
+            else:
+                limit_s = timeout_s if request.timeout_s is None else request.timeout_s
+                swaps = await exchange.swap(request.slot, request.offers, timeout_s=limit_s)
+            request = trades.send(swaps)
     except StopIteration as end:
         result: T = end.value
         return result

@@ -39,7 +39,7 @@ class Traffic:
     def add(self, swaps: Mapping[PeerId, Swap]) -> None:
         """Counts the outcome of one exchange."""
         self.tried = self.tried or bool(swaps)
-        self.transfer_s += max((swap.seconds for swap in swaps.values()), default=0.0)
+        self.transfer_s += max((swap.seconds for swap in swaps.values() if swap.answer is Answer.ACCEPT), default=0.0)
         for peer, swap in swaps.items():
             self.bytes_sent += swap.bytes_sent
             self.bytes_received += swap.bytes_received
