@@ -27,6 +27,7 @@ from hivemind.utils.logging import use_hivemind_log_handler
 from hivemind.utils.multiaddr import Multiaddr
 
 from peers.address import Address, Reach, announced, best_first, listening, reach
+from peers.direct import open_stream
 from peers.errors import DaemonError, UnreachableError
 from peers.exchange import PeerId
 from peers.identity import Identity
@@ -34,8 +35,6 @@ from peers.sockets import Sockets, sweep
 
 REFUSED = "connection refused"
 """The reason when nobody listens at an address."""
-READ_AHEAD_BYTES = 1 << 20
-"""How much of a stream may wait in memory until it is read."""
 
 _START_S = 15.0
 _END_S = 3.0
@@ -193,7 +192,7 @@ class Daemon:
         and `DaemonError` when it is gone.
         """
         try:
-            reader, writer = await asyncio.open_unix_connection(self.sockets.control, limit=READ_AHEAD_BYTES)
+            reader, writer = await open_stream(self.sockets.control)
         except OSError:
             raise DaemonError(f"p2pd has ended; its last words: {self._said()}") from None
         response = p2pd_pb2.Response()

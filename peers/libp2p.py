@@ -10,7 +10,8 @@ from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe
 from hivemind.proto import p2pd_pb2
 
 from peers.address import Address, parse
-from peers.daemon import READ_AHEAD_BYTES, Daemon, raw_peer_id
+from peers.daemon import Daemon, raw_peer_id
+from peers.direct import serve_streams
 from peers.errors import AddressError, UnreachableError
 from peers.exchange import PeerId
 from peers.transport import Handler
@@ -40,9 +41,7 @@ class Libp2pTransport:
     async def serve(self, protocol: str, handler: Handler) -> None:
         """Accepts streams of `protocol` from now on; see `Transport.serve`. Raises `DaemonError`."""
         if self._server is None:
-            self._server = await asyncio.start_unix_server(
-                self._on_connection, self._daemon.sockets.streams_path, limit=READ_AHEAD_BYTES
-            )
+            self._server = await serve_streams(self._on_connection, self._daemon.sockets.streams_path)
         self._handlers[protocol] = handler
         request = p2pd_pb2.Request(
             type=p2pd_pb2.Request.STREAM_HANDLER,

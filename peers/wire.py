@@ -1,25 +1,27 @@
 """Frames on a byte stream.
 
-    frame = kind (1 byte) | payload length (4 bytes) | CRC-32 of these five bytes and the payload (4 bytes) | payload
+    frame = kind (1 byte) | payload length (4 bytes) | checksum (4 bytes) | payload
 
 All integers are little-endian. A header's payload is a JSON object; a block's is tensor bytes, whose length both
-sides know beforehand. CRC-32 guards against faults on the way, not against a liar: streams are authenticated
-by the transport. (`zlib.crc32` runs at 3 GiB/s on one core here, SHA-256 at 1.6, BLAKE2b at 0.6.)
+sides know beforehand. The checksum is the lower half of XXH3-64 of the payload, seeded with kind and length. It guards
+against faults on the way, not against a liar: streams are authenticated by the transport. (On one core here XXH3 runs
+at 58 GiB/s in the cache, `zlib.crc32` at 4, BLAKE3 at 6.)
 """
 
 import asyncio
 import contextlib
 import json
 import struct
-import zlib
 from collections.abc import Callable, Mapping
 from enum import IntEnum
 
+import xxhash
+
+from peers import direct
 from peers.errors import GarbledError, ProtocolError, RefusedError, WireError
 from peers.meter import Meter
 
 _HEAD = struct.Struct("<BII")
-_HEAD_CHECKED = struct.Struct("<BI")
 
 MAX_HEADER_BYTES = 64 * 1024
 BLOCK_BYTES = 1024 * 1024
@@ -158,21 +160,20 @@ class Wire:
         raise GarbledError(f"a {kind.name} frame where {due} was due")
 
     async def _read_into(self, target: memoryview) -> None:
-        at = 0
-        while at < len(target):
-            try:
-                piece = await self._reader.read(len(target) - at)
-            except (OSError, EOFError) as error:
-                raise WireError(f"the stream broke: {str(error) or type(error).__name__}") from None
-            if not piece:
-                raise WireError(f"the stream ended after {self.received_bytes} bytes, in the middle of a frame")
-            target[at : at + len(piece)] = piece
-            at += len(piece)
-            self.received_bytes += len(piece)
-            if self._meter:
-                self._meter.received(self._conversation, len(piece))
-            if self._moved:
-                self._moved(len(piece))
+        try:
+            await direct.fill(self._reader, target, self._received)
+        except EOFError:
+            reason = f"the stream ended after {self.received_bytes} bytes, in the middle of a frame"
+            raise WireError(reason) from None
+        except OSError as error:
+            raise WireError(f"the stream broke: {str(error) or type(error).__name__}") from None
+
+    def _received(self, size_bytes: int) -> None:
+        self.received_bytes += size_bytes
+        if self._meter:
+            self._meter.received(self._conversation, size_bytes)
+        if self._moved:
+            self._moved(size_bytes)
 
     async def ended(self) -> None:
         """Returns when the other side closes, or speaks out of turn. May be cancelled without loss."""
@@ -223,7 +224,7 @@ class Wire:
 
 
 def _checksum(kind: Kind, payload: bytes | bytearray | memoryview) -> int:
-    return zlib.crc32(payload, zlib.crc32(_HEAD_CHECKED.pack(kind, len(payload))))
+    return xxhash.xxh3_64_intdigest(payload, seed=kind | len(payload) << 8) & 0xFFFFFFFF
 
 
 def _check(kind: Kind, payload: bytes | bytearray | memoryview, checksum: int) -> None:

@@ -15,13 +15,13 @@ import tempfile
 import time
 import tomllib
 import tracemalloc
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -112,8 +112,9 @@ def at_most(limit_bytes: int) -> Iterator[None]:
 
 
 def frame(kind: int, payload: bytes, *, length: int | None = None) -> bytes:
-    head = struct.pack("<BI", kind, len(payload) if length is None else length)
-    return head + struct.pack("<I", zlib.crc32(payload, zlib.crc32(head))) + payload
+    said = len(payload) if length is None else length
+    checksum = xxhash.xxh3_64_intdigest(payload, seed=kind | said << 8) & 0xFFFFFFFF
+    return struct.pack("<BII", kind, said, checksum) + payload
 
 
 class Sink(asyncio.Transport):

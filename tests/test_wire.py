@@ -3,12 +3,12 @@
 import asyncio
 import json
 import struct
-import zlib
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import pytest
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,8 +74,9 @@ async def _nothing(peer: str, reader: asyncio.StreamReader, writer: asyncio.Stre
 
 
 def frame(kind: int, payload: bytes, *, length: int | None = None) -> bytes:
-    head = struct.pack("<BI", kind, len(payload) if length is None else length)
-    return head + struct.pack("<I", zlib.crc32(payload, zlib.crc32(head))) + payload
+    said = len(payload) if length is None else length
+    checksum = xxhash.xxh3_64_intdigest(payload, seed=kind | said << 8) & 0xFFFFFFFF
+    return struct.pack("<BII", kind, said, checksum) + payload
 
 
 def tensors() -> dict[str, torch.Tensor]:
