@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import subprocess
+from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -42,8 +43,9 @@ class Lan:
         sweep(self._prefix)
         try:
             self._make(f"{self._stem}-switch")
-            self._ip("switch", "link add lan type bridge")
-            self._ip("switch", "link set lan up")
+            for bridge in ("lan", "apart"):
+                self._ip("switch", f"link add {bridge} type bridge")
+                self._ip("switch", f"link set {bridge} up")
             for number in self._hosts:
                 host = str(number)
                 self._make(f"{self._stem}-{host}")
@@ -77,6 +79,16 @@ class Lan:
         for host, device in ((str(number), "eth0"), ("switch", f"to{number}")):
             words = f"qdisc replace dev {device} root tbf rate {mbit_per_s * 1e6:.0f} burst {_BURST_BYTES}"
             _run("tc", "-n", f"{self._stem}-{host}", *words.split(), "latency", f"{_QUEUE_MS}ms")
+
+    def cut(self, numbers: Collection[int]) -> None:
+        """Parts these hosts from the others: they go on another bridge. No frame crosses until `heal`."""
+        for number in numbers:
+            self._ip("switch", f"link set to{number} master apart")
+
+    def heal(self) -> None:
+        """Ends every cut."""
+        for number in self._hosts:
+            self._ip("switch", f"link set to{number} master lan")
 
     def add_bridge(self, number: int) -> str:
         """Gives a host an interface as docker has one; returns its address."""
