@@ -15,6 +15,13 @@ from tests.namespaces import Lan, lan
 from tests.processes import GaslocProcess, ProcessPool, Record
 from tests.small_recipe import write_small_recipe
 
+KNOCK = """
+import socket, sys
+try:
+    socket.create_connection((sys.argv[1], 4999), 2).close()
+except OSError:
+    sys.exit(1)
+"""
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 START_S = 120.0
@@ -43,6 +50,29 @@ def pool(tmp_path: Path) -> Iterator[ProcessPool]:
 def three() -> Iterator[Lan]:
     with lan(3) as made:
         yield made
+
+
+LARGE = """
+name = "large"
+rounds = 12
+local_steps = 2
+data = "own"
+[model]
+dim = 256
+layers = 2
+hidden_dim = 1024
+context_length = 32
+[inner]
+batch_size = 1
+[exchange]
+grace_s = 60.0
+"""
+
+
+def sent_by_interface(net: Lan, number: int) -> int:
+    """Bytes that a host's interface has put on its cable so far."""
+    words = [*net.inside(number), "cat", "/sys/class/net/eth0/statistics/tx_bytes"]
+    return int(subprocess.run(words, check=True, capture_output=True, text=True, timeout=20).stdout)
 
 
 def start(pool: ProcessPool, net: Lan, number: int) -> GaslocProcess:
@@ -133,3 +163,39 @@ def test_two_that_cannot_be_dialled_are_never_paired_and_say_why(pool: ProcessPo
             other in record["partners"] for record in client.events[told:] if record["event"] == "exchange_started"
         )
     assert any(set(record["partners"]) & set(ids) for record in first.of("round"))
+
+
+def test_what_rounds_say_they_sent_is_what_the_interface_sent(pool: ProcessPool, three: Lan) -> None:
+    write_small_recipe(pool.folder)
+    recipe = pool.folder / "large.toml"
+    recipe.write_text(LARGE)
+    data = ("--data", pool.folder / "text.txt", "--threads", "1", "--json", "--wait-for", "2")
+    first = pool.gasloc("start", "--recipe", recipe, "--dir", "first", *data, prefix=three.inside(1))
+    address = first.event("listening", START_S)["addresses"][0]
+    second = pool.gasloc("join", "--peers", address, "--dir", "second", *data, prefix=three.inside(2))
+    for process in (first, second):
+        process.event("finished", START_S)
+        assert process.wait(30) == 0, process.errors
+    for number, process in ((1, first), (2, second)):
+        told = sum(record["bytes_sent"] for record in process.of("round"))
+        assert told > 12 * 2_000_000 * 4 * 0.8, "nearly every round should have mixed"
+        counted = sent_by_interface(three, number)
+        assert 0.95 < told / counted < 1.0, f"{told} bytes are told, {counted} were sent"
+
+
+def test_a_cut_lets_nothing_across_until_it_is_healed(three: Lan) -> None:
+    def reaches(one: int, other: int) -> bool:
+        words = [*three.inside(one), sys.executable, "-c", KNOCK, three.ip(other)]
+        return subprocess.run(words, timeout=30).returncode == 0
+
+    command = [*three.inside(1), sys.executable, "-c", SILENT, three.ip(1)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "listening\n"
+        assert reaches(2, 1)
+        three.cut([2])
+        assert not reaches(2, 1)
+        assert reaches(3, 1)
+        three.heal()
+        assert reaches(2, 1)
+        process.kill()
