@@ -341,7 +341,8 @@ class Gloo:
 
     def close(self) -> None:
         """Leaves the group."""
-        torch.distributed.destroy_process_group()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
 def serve(side: Side, requests: IO[str], answers: IO[str]) -> None:

@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from typing import Protocol
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Protocol, Self
 
 import torch
 
@@ -27,6 +29,11 @@ from peers.table import (
 from peers.wire import BLOCK_BYTES, Kind, Wire
 
 _SCALE_BYTES = 4
+_AHEAD_BYTES = 1024 * 1024
+_BEHIND_PIECES = 4
+_ALIGNED_BYTES = 64
+_SMALL_ELEMENTS = 2**14
+"""What is smaller is looked at where it is: a hop to a thread takes longer."""
 
 
 class Digest(Protocol):
@@ -75,17 +82,18 @@ class Body:
                 yield _encode(entry, start, self.rows[entry.name][start:end], lattice)
 
     async def blocks_ahead(self, lattice: Lattice | None = None) -> AsyncGenerator[memoryview, None]:
-        """`blocks`, each made in a worker thread while the one before is sent, where there is anything to make."""
+        """`blocks`, some made in a worker thread while those before are sent, where there is anything to make."""
         blocks = self.blocks(lattice)
-        if all(entry.packing is Packing.PLAIN and entry.wire_dtype is entry.dtype for entry in self.entries):
+        if all(_as_it_is(entry) for entry in self.entries):
             for block in blocks:
                 yield block
             return
-        ahead = asyncio.create_task(asyncio.to_thread(next, blocks, None))
+        ahead = asyncio.create_task(asyncio.to_thread(_some, blocks))
         try:
-            while (made := await ahead) is not None:
-                ahead = asyncio.create_task(asyncio.to_thread(next, blocks, None))
-                yield made
+            while made := await ahead:
+                ahead = asyncio.create_task(asyncio.to_thread(_some, blocks))
+                for block in made:
+                    yield block
         finally:
             await asyncio.gather(ahead, return_exceptions=True)
 
@@ -100,6 +108,18 @@ class Body:
             async for block in blocks:
                 digest.update(block)
                 await wire.send_block(block)
+
+
+def _some(blocks: Iterator[memoryview]) -> list[memoryview]:
+    """The next blocks, `_AHEAD_BYTES` or little more of them: a hop to a thread costs what many small ones do."""
+    made: list[memoryview] = []
+    size_bytes = 0
+    for block in blocks:
+        made.append(block)
+        size_bytes += len(block)
+        if size_bytes >= _AHEAD_BYTES:
+            break
+    return made
 
 
 def _movement(name: str, tensor: torch.Tensor, origin: torch.Tensor) -> torch.Tensor:
@@ -164,40 +184,94 @@ async def receive_tensors(
 ) -> dict[str, torch.Tensor]:
     """Receives the tensors of an accepted table into fresh memory, each allocated as its turn comes.
 
-    What is packed is unpacked in a worker thread while the next piece comes in. Modular tensors are restored by
-    `restore`; blocks that it marks as wrong are to be replaced.
+    What came is unpacked and checked in a worker thread while the next pieces come in, some at a time. Modular
+    tensors are restored by `restore`; blocks that it marks as wrong are to be replaced.
 
     Raises `WireError` when the stream breaks or memory is short, `ProtocolError` that names a tensor with NaN
     or infinite values, or a modular one without `restore`; what was received so far is dropped.
     """
-    scratch = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
-    packed_bytes = BLOCK_BYTES if any(entry.packing is not Packing.PLAIN for entry in entries) else 0
-    packed = torch.empty(2, packed_bytes, dtype=torch.uint8)  # one comes in while the other is unpacked
+    packed = _Ring(max((_most_packed_bytes(entry) for entry in entries), default=0))
     tensors = {}
-    turn = 0
-    unpacking: asyncio.Task[None] | None = None
-    try:
+    async with _Behind() as behind:
         for entry in entries:
             row = _allocate(entry)
             for start, end in _pieces(entry):
-                if entry.packing is Packing.PLAIN:
-                    await _receive_piece(wire, row[start:end], entry, scratch, digest)
-                    continue
-                turn = 1 - turn
-                data = packed[turn, : _piece_bytes(entry, end - start)]
-                await wire.receive_block(codec.view(data))
-                digest.update(codec.view(data))
-                if unpacking:
-                    await unpacking
-                work = asyncio.to_thread(_unpack, entry, start, data, row[start:end], restore)
-                unpacking = asyncio.create_task(work)
+                piece = row[start:end]
+                data = codec.view(piece) if _as_it_is(entry) else packed.next(_piece_bytes(entry, end - start))
+                await wire.receive_block(data)
+                digest.update(data)
+                await behind.work(partial(_unpack, entry, start, data, piece, restore), piece.numel())
             tensors[entry.name] = row.reshape(entry.shape)
-        if unpacking:
-            await unpacking
-    finally:
-        if unpacking:
-            await asyncio.gather(unpacking, return_exceptions=True)
     return tensors
+
+
+class _Ring:
+    """Memory for packed pieces: as many as may be on their way to be unpacked, and the one that comes in."""
+
+    def __init__(self, piece_bytes: int) -> None:
+        aligned = -(-piece_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        self._slots = [codec.view(row) for row in torch.empty(2 * _BEHIND_PIECES, aligned, dtype=torch.uint8)]
+        self._turn = 0
+
+    def next(self, size_bytes: int) -> memoryview:
+        """The slot whose turn it is."""
+        self._turn = (self._turn + 1) % len(self._slots)
+        return self._slots[self._turn][:size_bytes]
+
+
+class _Behind:
+    """Works in a worker thread on what came, in order, behind what comes; at most `_BEHIND_PIECES` behind and running.
+
+    As an async context manager it ends once all is done, and raises what the work raised.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[Callable[[], None]] = []
+        self._running: asyncio.Task[None] | None = None
+
+    async def work(self, work: Callable[[], None], elements: int) -> None:
+        """Does it now where it is small; else soon. Raises what earlier work raised."""
+        if elements < _SMALL_ELEMENTS:
+            work()
+            return
+        self._waiting.append(work)
+        if self._running is None or self._running.done() or len(self._waiting) == _BEHIND_PIECES:
+            await self._start()
+
+    async def _start(self) -> None:
+        if self._running:
+            await self._running
+        waiting, self._waiting = self._waiting, []
+        self._running = asyncio.create_task(asyncio.to_thread(_all, waiting))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                await self._start()
+        finally:
+            if self._running:
+                await asyncio.gather(self._running, return_exceptions=kind is not None)
+
+
+def _all(works: Sequence[Callable[[], None]]) -> None:
+    for work in works:
+        work()
+
+
+def _as_it_is(entry: Entry) -> bool:
+    """Whether a tensor's bytes on the wire are those in memory."""
+    return entry.packing is Packing.PLAIN and entry.wire_dtype is entry.dtype
+
+
+def _most_packed_bytes(entry: Entry) -> int:
+    return (
+        0 if _as_it_is(entry) else max((_piece_bytes(entry, end - start) for start, end in _pieces(entry)), default=0)
+    )
 
 
 def _allocate(entry: Entry) -> torch.Tensor:
@@ -207,34 +281,31 @@ def _allocate(entry: Entry) -> torch.Tensor:
         raise WireError(f"no memory for tensor '{entry.name}' of {entry.size_bytes} bytes") from None
 
 
-def _unpack(entry: Entry, start: int, data: torch.Tensor, row: torch.Tensor, restore: Restore | None) -> None:
+def _unpack(entry: Entry, start: int, data: memoryview, row: torch.Tensor, restore: Restore | None) -> None:
+    """From a piece's bytes, which may be the row's own, to its values; checks that they are finite."""
     if entry.packing is Packing.INT8:
+        packed = _tensor(data)
         scale_bytes = _SCALE_BYTES * quantize.blocks_in(row.numel())
-        scales, codes = data[:scale_bytes].view(torch.float32), data[scale_bytes:].view(torch.int8)
+        scales, codes = packed[:scale_bytes].view(torch.float32), packed[scale_bytes:].view(torch.int8)
         row.copy_(quantize.int8_decode(scales, codes, entry.dtype))
-    elif restore is None:
-        raise ProtocolError(f"tensor '{entry.name}' travels as {entry.packing.value}, which nothing here restores")
-    else:
-        restore.piece(entry, start, data, row)
+    elif entry.packing is not Packing.PLAIN:
+        if restore is None:
+            words = f"tensor '{entry.name}' travels as {entry.packing.value}, which nothing here restores"
+            raise ProtocolError(words)
+        restore.piece(entry, start, _tensor(data), row)
+    elif entry.wire_dtype is not entry.dtype:
+        row.copy_(_tensor(data).view(entry.wire_dtype))
     check_finite(entry, row)
+
+
+def _tensor(data: memoryview) -> torch.Tensor:
+    return torch.frombuffer(data, dtype=torch.uint8)
 
 
 def check_finite(entry: Entry, row: torch.Tensor) -> None:
     """Raises `ProtocolError` that names the tensor when received values are NaN or infinite."""
     if not codec.is_finite(row):
         raise ProtocolError(f"tensor '{entry.name}' holds NaN or infinite values")
-
-
-async def _receive_piece(wire: Wire, row: torch.Tensor, entry: Entry, scratch: torch.Tensor, digest: Digest) -> None:
-    if entry.wire_dtype is entry.dtype:
-        data = codec.view(row)
-        await wire.receive_block(data)
-    else:
-        data = codec.view(scratch)[: row.numel() * entry.wire_dtype.itemsize]
-        await wire.receive_block(data)
-        row.copy_(scratch[: len(data)].view(entry.wire_dtype))
-    digest.update(data)
-    check_finite(entry, row)
 
 
 def new_digest() -> "hashlib._Hash":
