@@ -61,6 +61,24 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
+class Downloading:
+    """The swarm's state is on its way here: about once a second, and when something changes."""
+
+    name: ClassVar[str] = "downloading"
+    round: int
+    """The round that the state belongs to."""
+    done_bytes: int
+    """Received and verified."""
+    total_bytes: int
+    bytes_per_s: float
+    """Since this state was begun."""
+    donors: tuple[str, ...]
+    """Those that give parts of it now."""
+    note: str
+    """What just changed, in words, such as a donor that was given up; mostly empty."""
+
+
+@dataclass(frozen=True, slots=True)
 class ExchangeStarted:
     """Local steps are done; these partners are dialled or waited for."""
 
@@ -218,6 +236,7 @@ Event: TypeAlias = (
     RunStarted
     | Listening
     | Joined
+    | Downloading
     | ExchangeStarted
     | Round
     | Paced

@@ -27,6 +27,8 @@ class Presence:
     secret_file: Path | None
     allow_file: Path | None
     deny_file: Path | None
+    serve_rate: int = 0
+    """Bytes per second that newcomers together may download from this peer; 0: no limit."""
 
     def peer_options(
         self, folder: RunFolder, *, initial_peers: tuple[str, ...] | None = None, cached_peers: tuple[str, ...] = ()
@@ -44,6 +46,7 @@ class Presence:
             secret_file=self.secret_file,
             allow_file=self.allow_file,
             deny_file=self.deny_file,
+            serve_rate_bytes_per_s=self.serve_rate,
         )
 
 

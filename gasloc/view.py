@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from rich.console import Console
 from rich.live import Live
@@ -10,6 +11,7 @@ from rich.text import Text
 
 from gasloc.events import (
     CheckpointSaved,
+    Downloading,
     Evaluation,
     Event,
     Finished,
@@ -55,6 +57,8 @@ def describe(event: Event) -> str | None:
         case Joined():
             got = f", {bytes_in_words(event.size_bytes)} in {event.seconds:.1f} s" if event.size_bytes else ""
             return f"in the swarm: {event.members} members, starting at round {event.round} ({event.reason}{got})"
+        case Downloading():
+            return _describe_download(event)
         case Round():
             return _describe_round(event)
         case Merge():
@@ -83,6 +87,17 @@ def _describe_start(event: RunStarted) -> str:
     )
 
 
+def _describe_download(event: Downloading) -> str:
+    if event.note:
+        return event.note
+    rate = f"{bytes_in_words(event.bytes_per_s)} per second"
+    donors = ", ".join(short(peer) for peer in event.donors) or "nobody now"
+    return (
+        f"state of round {event.round}: {bytes_in_words(event.done_bytes)} of {bytes_in_words(event.total_bytes)}, "
+        f"{rate}, from {donors}"
+    )
+
+
 def _describe_round(event: Round) -> str:
     partners = ", ".join(short(peer) for peer in event.partners) or "nobody"
     sent, received = bytes_in_words(event.bytes_sent), bytes_in_words(event.bytes_received)
@@ -106,18 +121,33 @@ class _ReasonLog:
         return f"trained this round alone: {reason}" if reason else "mixing again"
 
 
+class _DownloadLog:
+    """Tells how far a download is at each tenth, and each note."""
+
+    def __init__(self) -> None:
+        self._tenth = 0
+
+    def worth_telling(self, event: Downloading) -> bool:
+        tenth = 10 * event.done_bytes // max(event.total_bytes, 1)
+        told, self._tenth = self._tenth, tenth
+        return bool(event.note) or tenth > told
+
+
 class PlainView:
     """A line an event, for pipes and files."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
         self._reasons = _ReasonLog()
+        self._downloads = _DownloadLog()
 
     def show(self, event: Event) -> None:
         """Writes the event's line, if it has one."""
         if isinstance(event, Listening):
             self._write(_reach(event))
             self._write(event.join)
+            return
+        if isinstance(event, Downloading) and not self._downloads.worth_telling(event):
             return
         line = describe(event)
         if line is not None:
@@ -141,6 +171,7 @@ class LiveView:
         self._rounds = 0
         self._round: Round | None = None
         self._merge: Merge | None = None
+        self._download: Downloading | None = None
         self._validation: float | None = None
         self._sent = self._received = 0
         self._pace_s: float | None = None
@@ -154,6 +185,10 @@ class LiveView:
                 # by itself on a line and never wrapped, so that it can be copied whole
                 self._console.print(Text(event.join), soft_wrap=True, style="bold")
                 return
+            case Downloading():
+                self._download = event
+            case Joined():
+                self._download = None
             case RunStarted():
                 self._rounds = event.rounds
             case Round():
@@ -165,9 +200,10 @@ class LiveView:
             case CheckpointSaved():
                 return
         line = describe(event)
-        if line is not None and not isinstance(event, Round | Merge):
+        redrawn = isinstance(event, Round | Merge) or (isinstance(event, Downloading) and not event.note)
+        if line is not None and not redrawn:
             self._console.print(Text(line))
-        if isinstance(event, RunStarted) and not self._shown:
+        if isinstance(event, RunStarted | Downloading) and not self._shown:
             self._shown = True
             self._live.start()
         if self._shown:
@@ -181,6 +217,7 @@ class LiveView:
 
     def _take_round(self, event: Round) -> None:
         self._round = event
+        self._download = None  # one in the middle of a run ends without a word of its own
         self._sent += event.bytes_sent
         self._received += event.bytes_received
         self._pace_s = event.seconds if self._pace_s is None else 0.8 * self._pace_s + 0.2 * event.seconds
@@ -191,6 +228,9 @@ class LiveView:
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))
         last = self._round
+        if self._download is not None:
+            table.add_row(_describe_download(replace(self._download, note="")))
+            return table
         if self._merge is not None:
             merge = self._merge
             table.add_row(f"round {merge.round}/{self._rounds}", f"{merge.live} learners")

@@ -17,7 +17,7 @@ from rich.console import Console
 from gasloc import corpus, inner
 from gasloc.consensus import consensus
 from gasloc.errors import GaslocError, RecipeError, UsageError
-from gasloc.events import EventLog, Failed, Joined, Listening, RunStarted, Stopped, Warned
+from gasloc.events import Downloading, EventLog, Failed, Joined, Listening, RunStarted, Stopped, Warned
 from gasloc.first_look import first_look
 from gasloc.presence import Presence, join_command
 from gasloc.recipe import SIMULATED_ONLY, Recipe, parse
@@ -27,6 +27,7 @@ from gasloc.stop import Stop
 from gasloc.swarm import Swarm
 from gasloc.trainer import Trainer
 from gasloc.view import LiveView, PlainView
+from peers.download import Progress
 from peers.errors import PeersError
 from peers.node import RunCard
 
@@ -129,6 +130,7 @@ def _train(
     with open_swarm(folder, stop.event) as swarm:
         stop.on_second = swarm.abandon
         swarm.on_left_out = lambda line: events.emit(Warned(line))
+        swarm.on_download = lambda progress: events.emit(downloading(progress))
         recipe, card = swarm.recipe, swarm.card
         folder.write_card(StoredCard(run=card.run, digest=card.digest, document=card.document))
         for warning in swarm.warnings:
@@ -189,6 +191,18 @@ def _train(
                 events.emit(Warned(f"{seen} of {options.wait_for} peers are here; training without the rest"))
         trainer.run()
         _keep_peers(folder, options, swarm)
+
+
+def downloading(progress: Progress) -> Downloading:
+    """The event that tells how far a download is."""
+    return Downloading(
+        round=progress.round,
+        done_bytes=progress.done_bytes,
+        total_bytes=progress.total_bytes,
+        bytes_per_s=progress.bytes_per_s,
+        donors=progress.donors,
+        note=progress.note,
+    )
 
 
 def _keep_peers(folder: RunFolder, options: WorkerOptions, swarm: Swarm) -> None:

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from gasloc.events import Evaluation, Event, Finished, Joined, Listening, Round, RunStarted, Warned
+from gasloc.events import Downloading, Evaluation, Event, Finished, Joined, Listening, Round, RunStarted, Warned
 from gasloc.launch_view import LiveLaunchView, PlainLaunchView, Progress
 from gasloc.view import LiveView, PlainView, bytes_in_words, time_in_words
 
@@ -109,6 +109,41 @@ def test_what_else_happens_is_told() -> None:
     assert "2.5000" in lines[2]
     assert lines[3] == "warning: an address was dead"
     assert "1m15s" in lines[4]
+
+
+def part(done_bytes: int, note: str = "") -> Downloading:
+    return Downloading(
+        round=7, done_bytes=done_bytes, total_bytes=10_000, bytes_per_s=1500.0, donors=("12D3KooWabcdef",), note=note
+    )
+
+
+def test_a_download_is_told_at_each_tenth_and_when_something_changes() -> None:
+    downloads = [part(0, "downloading the state of round 7 from P"), *(part(done) for done in range(0, 10_001, 100))]
+    downloads.insert(50, part(4_800, "Q is given up: it lied"))
+    lines = plain(*downloads)
+    assert lines[0] == "downloading the state of round 7 from P"
+    assert lines[1] == "state of round 7: 1.0 kB of 10.0 kB, 1.5 kB per second, from ..abcdef"
+    assert [line for line in lines if "given up" in line] == ["Q is given up: it lied"]
+    assert len(lines) == 12
+
+
+def test_the_live_view_redraws_a_download_in_one_line() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120, color_system=None, legacy_windows=False)
+    view = LiveView(console)
+    for event in (part(0, "downloading the state"), *(part(done) for done in range(0, 10_001, 100))):
+        view.show(event)
+    view.close()
+    shown = out.getvalue()
+    assert shown.count("downloading the state") == 1
+    assert "state of round 7: 10.0 kB of 10.0 kB" in shown
+    assert shown.count("\n") < 10
+    view = LiveView(console)
+    view.show(part(0))
+    view.show(Joined(round=7, members=2, source="donor", reason="because", size_bytes=1, seconds=0.5))
+    view.show(STARTED)
+    view.close()
+    assert "the first steps" in out.getvalue()
 
 
 def test_the_live_view_redraws_round_and_time_left() -> None:

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gasloc.commands.options import check_ip, split_addresses
+from gasloc.commands.options import check_ip, check_serve_rate, split_addresses
 from gasloc.errors import UsageError
 from gasloc.run_folder import default_path
 
@@ -48,6 +48,7 @@ def presence(
     secret_file: Path | None,
     allow_file: Path | None,
     deny_file: Path | None,
+    serve_rate: int = 0,
 ) -> Presence:
     """Where the peer is, of the flags. Raises `UsageError` or `AddressError` for a malformed one."""
     from gasloc.presence import Presence
@@ -62,6 +63,7 @@ def presence(
         secret_file=secret_file,
         allow_file=allow_file,
         deny_file=deny_file,
+        serve_rate=check_serve_rate(serve_rate),
     )
 
 

@@ -16,6 +16,7 @@ def join(
     secret_file: options.SecretFile = None,
     allow_file: options.AllowFile = None,
     deny_file: options.DenyFile = None,
+    serve_rate: options.ServeRate = 0,
     data: options.Data = None,
     device: options.Device = "auto",
     threads: options.Threads = 0,
@@ -35,6 +36,7 @@ def join(
         secret_file=secret_file,
         allow_file=allow_file,
         deny_file=deny_file,
+        serve_rate=serve_rate,
     )
     if not place.initial_peers and (dir is None or not (dir / "peers.json").exists()):
         raise UsageError("--peers is needed: the address that 'gasloc start' printed on the first machine")

@@ -8,7 +8,7 @@ from typing import Annotated, TypeAlias
 import typer
 
 from gasloc.errors import UsageError
-from peers import address
+from peers import address, caps
 
 Dir: TypeAlias = Annotated[
     Path | None,
@@ -108,6 +108,15 @@ DenyFile: TypeAlias = Annotated[
     Path | None,
     typer.Option("--deny-file", envvar="GASLOC_DENY_FILE", help="Do not deal with these peers; a peer id a line."),
 ]
+ServeRate: TypeAlias = Annotated[
+    int,
+    typer.Option(
+        "--serve-rate",
+        envvar="GASLOC_SERVE_RATE",
+        min=0,
+        help="Bytes per second that newcomers together may download from this peer, at least 65536; 0: no limit.",
+    ),
+]
 RecipeName: TypeAlias = Annotated[
     str | None,
     typer.Option("--recipe", envvar="GASLOC_RECIPE", help="A shipped recipe's name, or a TOML file. Default: tiny."),
@@ -139,6 +148,12 @@ def split_addresses(values: Sequence[str] | None) -> tuple[str, ...]:
     for part in parts:
         address.parse(part)
     return parts
+
+
+def check_serve_rate(rate_bytes_per_s: int) -> int:
+    """The rate, if downloads can go on at it. Raises `CapError`."""
+    caps.check_rate(rate_bytes_per_s)
+    return rate_bytes_per_s
 
 
 def check_ip(flag: str, value: str) -> str:

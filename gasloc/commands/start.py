@@ -26,6 +26,7 @@ def start(
     secret_file: options.SecretFile = None,
     allow_file: options.AllowFile = None,
     deny_file: options.DenyFile = None,
+    serve_rate: options.ServeRate = 0,
     peers: options.Peers = None,
     data: options.Data = None,
     device: options.Device = "auto",
@@ -52,6 +53,7 @@ def start(
         secret_file=secret_file,
         allow_file=allow_file,
         deny_file=deny_file,
+        serve_rate=serve_rate,
     )
 
     def make_recipe(stored: Recipe | None) -> Recipe:

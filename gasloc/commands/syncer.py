@@ -25,6 +25,7 @@ def syncer(
     secret_file: options.SecretFile = None,
     allow_file: options.AllowFile = None,
     deny_file: options.DenyFile = None,
+    serve_rate: options.ServeRate = 0,
     peers: options.Peers = None,
     threads: options.Threads = 0,
     json: options.Json = False,
@@ -51,6 +52,7 @@ def syncer(
         secret_file=secret_file,
         allow_file=allow_file,
         deny_file=deny_file,
+        serve_rate=serve_rate,
     )
 
     def make_recipe(stored: Recipe | None) -> Recipe:
