@@ -23,7 +23,8 @@ only; but each replica gets half of the noise, no second copy of the model is he
 was measured (docs/wire.md) is that of this form.
 """
 
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import torch
@@ -45,6 +46,7 @@ _LATTICE_LIMIT = 2.0**23  # up to here a float32 holds every integer and its hal
 _LATTICE_MARGIN = 2.0**9
 _CHECK_SEED = 20200713
 _NOISE_LEVELS = 2**16
+_PART_BLOCKS = 128  # what is encoded at once: it stays in a core's own cache with all that it takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +113,70 @@ def encode(
     The lattice point is less than `step` from the value, and on average equal to it: to 2^-17 of the step and the
     rounding of the dtype. Values over 2^23 steps get codes that fail at the receiver.
     """
-    units = _in_units(row, step)
-    low = torch.floor(units)
-    units.sub_(low).add_(_noise(units.shape, generator))
-    integers = low.add_(units.floor_()).to(torch.int32)
-    checks = _checksums(integers >> bits)
+    blocks = _in_blocks(row)
+    packed = torch.empty(packed_bytes(blocks.numel(), bits), dtype=torch.uint8)
+    checks = torch.empty(len(blocks), dtype=torch.int32)
+    divisors = torch.where(step > 0, step, torch.inf).to(row.dtype)[:, None]
+    part_bytes = packed_bytes(_PART_BLOCKS * BLOCK, bits)
+    for number, first in enumerate(range(0, len(blocks), _PART_BLOCKS)):
+        part = slice(first, min(first + _PART_BLOCKS, len(blocks)))
+        scratch = _scratch(part.stop - part.start, row.dtype)
+        integers = _to_lattice(blocks[part], divisors[part], generator, scratch)
+        turns = torch.bitwise_right_shift(integers, bits, out=scratch.whole)
+        checks[part] = _checksums(scratch.wide.copy_(turns))
+        _pack(integers.bitwise_and_(2**bits - 1), bits, packed[number * part_bytes :][:part_bytes])
     _check_unmoved(checks, row, step)
-    return Codes(_pack(integers.bitwise_and_(2**bits - 1), row.numel(), bits), checks)
+    return Codes(packed[: packed_bytes(row.numel(), bits)], checks)
+
+
+def _to_lattice(
+    blocks: torch.Tensor,  # (blocks, BLOCK)
+    divisors: torch.Tensor,  # (blocks, 1), the steps; infinite where there is no range
+    generator: torch.Generator,
+    scratch: "_Scratch",
+) -> torch.Tensor:  # (blocks, BLOCK) int32
+    """The lattice integers, rounded up where the fraction and uniform noise in (0, 1) make one together.
+
+    The noise lies at the middles of 2^16 levels, four to a 64-bit draw.
+    """
+    units = torch.div(blocks, divisors, out=scratch.units).clamp_(-_LATTICE_LIMIT, _LATTICE_LIMIT)
+    low = torch.floor(units, out=scratch.low)
+    draws = scratch.draws.random_(-(2**63), None, generator=generator)
+    noise = scratch.noise.copy_(draws.view(torch.int16).view(units.shape)).add_((_NOISE_LEVELS + 1) / 2)
+    units.sub_(low).add_(noise, alpha=1 / _NOISE_LEVELS).floor_()
+    return scratch.integers.copy_(low.add_(units))
+
+
+@dataclass(frozen=True, slots=True)
+class _Scratch:
+    """Memory for one part of a row, kept from part to part and call to call.
+
+    What is allocated anew for each is given back to the system after each, and costs more than the arithmetic.
+    """
+
+    units: torch.Tensor
+    low: torch.Tensor
+    noise: torch.Tensor
+    draws: torch.Tensor
+    integers: torch.Tensor
+    whole: torch.Tensor
+    wide: torch.Tensor
+
+
+_kept = threading.local()
+
+
+def _scratch(blocks: int, dtype: torch.dtype) -> _Scratch:
+    """This thread's own, for so many blocks."""
+    made = getattr(_kept, str(dtype), None)
+    if made is None:
+        shape = _PART_BLOCKS, BLOCK
+        units, low = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+        integers, whole = torch.empty(shape, dtype=torch.int32), torch.empty(shape, dtype=torch.int32)
+        draws = torch.empty(shape[0], BLOCK // 4, dtype=torch.int64)
+        made = _Scratch(units, low, whole.view(torch.float32), draws, integers, whole, torch.empty(shape).double())
+        setattr(_kept, str(dtype), made)
+    return _Scratch(*(getattr(made, each.name)[:blocks] for each in fields(made)))
 
 
 def decode(
@@ -180,12 +239,6 @@ def _in_units(row: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
     return (_in_blocks(row) / divisors[:, None]).clamp_(-_LATTICE_LIMIT, _LATTICE_LIMIT)
 
 
-def _noise(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    """Uniform noise in (0, 1) at the middles of 2^16 levels, four to a 64-bit draw."""
-    draws = torch.empty(shape.numel() // 4, dtype=torch.int64).random_(-(2**63), None, generator=generator)
-    return draws.view(torch.int16).to(torch.float32).add_((_NOISE_LEVELS + 1) / 2).div_(_NOISE_LEVELS).view(shape)
-
-
 def _check_weights() -> torch.Tensor:
     """(BLOCK,) float64: fixed, distinct odd integers below 2^24, drawn once for all peers."""
     order = torch.randperm(2**23, generator=torch.Generator().manual_seed(_CHECK_SEED))
@@ -196,7 +249,7 @@ _WEIGHTS = _check_weights()
 
 
 def _checksums(turns: torch.Tensor) -> torch.Tensor:
-    """(blocks, BLOCK) integers of any dtype, below 2^19 in size, to (blocks,) int32.
+    """(blocks, BLOCK) integers as float64 or another dtype, below 2^19 in size, to (blocks,) int32.
 
     A weighted sum modulo 2^32. In float64 it is exact, whatever the order of its terms: it stays below 2^53.
     """
@@ -212,19 +265,21 @@ def _check_unmoved(checks: torch.Tensor, row: torch.Tensor, step: torch.Tensor) 
         checks[unmoved] = ((halves * weights).sum(1) >> 16).to(torch.int32)
 
 
-def _pack(codes: torch.Tensor, count: int, bits: Bits) -> torch.Tensor:
+def _pack(codes: torch.Tensor, bits: Bits, packed: torch.Tensor) -> None:
     """(blocks, BLOCK) int32 below 2^bits to bytes."""
-    row = codes.to(torch.uint8).reshape(-1)
-    if bits == 4:
-        row = row[::2] | (row[1::2] << 4)
-    return row[: packed_bytes(count, bits)]
+    if bits == 8:
+        packed.copy_(codes.view(-1))
+        return
+    pairs = codes.view(torch.int64).view(-1)  # the even element in the low half
+    packed.copy_(pairs.bitwise_or_(pairs >> 28).bitwise_and_(255))
 
 
 def _unpack(packed: torch.Tensor, count: int, bits: Bits) -> torch.Tensor:
     """Bytes to (blocks, BLOCK) codes, uint8; those of the padding are 0."""
     row = packed
     if bits == 4:
-        row = torch.stack((packed & 15, packed >> 4), dim=1).reshape(-1)
+        pairs = packed.to(torch.int16)
+        row = pairs.bitwise_or_(pairs << 4).bitwise_and_(0x0F0F).view(torch.uint8)
     if row.numel() > count:
         row = row[:count]
     return _in_blocks(row)
