@@ -27,11 +27,12 @@ bench: setup  ## compare the topologies; writes benchmarks/results/
 chaos: setup  ## a swarm under random kills, freezes and joins: make chaos MINUTES=10
 	$(BIN)/python -m benchmarks.chaos --minutes $(or $(MINUTES),10)
 
-check: setup  ## lint, types and import rules; changes nothing
+check: setup  ## lint, types, import rules, versions; changes nothing
 	$(BIN)/ruff check gasloc peers tests benchmarks
 	$(BIN)/ruff format --check gasloc peers tests benchmarks
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/pip --disable-pip-version-check check
 
 clean:  ## remove what the other targets made
 	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis gasloc-runs

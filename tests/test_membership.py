@@ -50,7 +50,7 @@ async def start_node(tmp_path: Path) -> AsyncIterator[StartNode]:
     async with AsyncExitStack() as stack:
         names = iter("abcdefgh")
 
-        async def start(*known: Node, life_s: float = LIFE_S, run: str = RUN) -> Node:
+        async def start(*known: Node, life_s: float = LIFE_S, run: str = RUN, ahead_s: float = 0.0) -> Node:
             identity = Identity.load_or_create(tmp_path / f"{next(names)}.key")
             daemon = await Daemon.start(identity, host="127.0.0.1", port=0)
             stack.push_async_callback(daemon.close)
@@ -70,6 +70,7 @@ async def start_node(tmp_path: Path) -> AsyncIterator[StartNode]:
                 life_s=life_s,
                 renew_s=life_s / 5,
                 refresh_s=0.1,
+                clock=lambda: now() + ahead_s,
             )
             await membership.start()
             stack.push_async_callback(membership.close)
@@ -118,6 +119,14 @@ async def test_four_peers_see_each_other_whomever_they_joined(start_node: StartN
         assert not node.dht.validator.rejected
 
 
+async def test_eight_that_join_at_once_are_one_swarm(start_node: StartNode) -> None:
+    first = await start_node(life_s=60)
+    nodes = [first, *await asyncio.gather(*(start_node(first, life_s=60) for _ in range(7)))]
+    await asyncio.gather(*(node.membership.publish(TRAINING) for node in nodes))
+    for node in nodes:
+        assert await node.membership.wait_for(8, 30) == 8
+
+
 async def test_a_new_status_replaces_the_old_one(start_node: StartNode) -> None:
     a = await start_node()
     b = await start_node(a)
@@ -126,6 +135,31 @@ async def test_a_new_status_replaces_the_old_one(start_node: StartNode) -> None:
         await a.membership.publish(Status(round_, MemberState.TRAINING))
         assert a.membership.members()[a.id].status.round == round_
         assert (await b.membership.refresh())[a.id].status.round == round_
+
+
+@pytest.mark.parametrize("ahead_s", [2.0, -2.0])
+async def test_a_clock_that_is_a_little_off_does_not_matter(start_node: StartNode, ahead_s: float) -> None:
+    a = await start_node(life_s=20)
+    b = await start_node(a, life_s=20, ahead_s=ahead_s)
+    for node in (a, b):
+        await node.membership.publish(TRAINING)
+    for node in (a, b):
+        assert set(await node.membership.refresh()) == {a.id, b.id}
+    assert not a.dht.validator.rejected
+
+
+@pytest.mark.parametrize("ahead_s", [60.0, -60.0, 300.0])
+async def test_a_clock_that_is_far_off_hides_its_own_peer_and_harms_nobody(
+    start_node: StartNode, ahead_s: float
+) -> None:
+    a = await start_node(life_s=20)
+    b = await start_node(a, life_s=20)
+    off = await start_node(a, life_s=20, ahead_s=ahead_s)
+    for node in (a, b, off):
+        await node.membership.publish(TRAINING)
+    for node in (a, b):
+        assert set(await node.membership.refresh()) == {a.id, b.id}
+    assert (a.dht.validator.rejected.total() > 0) == (ahead_s > 0)
 
 
 async def test_runs_do_not_see_each_other(start_node: StartNode) -> None:
@@ -243,9 +277,10 @@ async def test_publishing_without_a_p2pd_says_so(tmp_path: Path) -> None:
     daemon = await Daemon.start(identity, host="127.0.0.1", port=0)
     dht = await Dht.start(daemon, max_life_s=60)
 
-    def check() -> None:
+    def check() -> bool:
         if not daemon.alive():
             raise DaemonError("p2pd has ended")
+        return True
 
     membership = Membership(dht, identity, run=RUN, digest=DIGEST, check=check)
     await daemon.close()

@@ -54,6 +54,17 @@ def test_links_in_the_documents_lead_somewhere() -> None:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def test_tests_that_the_documents_name_exist() -> None:
+    named = 0
+    for page in PAGES:
+        for file, _, names in re.findall(r"`(test_[a-z0-9_]+\.py)(::([A-Za-z0-9_:]+))?`", page.read_text()):
+            named += 1
+            text = (ROOT / "tests" / file).read_text()
+            for name in filter(None, names.split("::")):
+                assert re.search(rf"(def|class) {name}\b", text), f"{page.name}: {file} has no {name}"
+    assert named > 36
+
+
 def test_the_example_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
