@@ -1,16 +1,18 @@
 """How many local steps a peer takes this round, so that its round is as long as everybody's.
 
-A peer on a thin link or a slow chip takes fewer steps, and nobody waits for it. Pure: the times that peers
-publish go in, a number and its reason come out. The round's length follows from the reference H, never from the
-numbers of steps that peers chose, so choices do not act on each other and cannot swing. (Dynamic local updates,
-"DyLU", of Liu et al., arXiv 2401.09135, where the link's time counts as well.)
+A peer on a thin link or a slow chip takes fewer steps, and so do its partners of the round, for it is they whom a slow
+transfer keeps as well. Nobody waits for anybody then, and a thin link costs two or three peers a few steps. Pure: the
+times that peers publish go in, a number and its reason come out. The round's length follows from the reference H,
+never from the numbers of steps that peers chose, so choices do not act on each other and cannot swing. (Dynamic local
+updates, "DyLU", of Liu et al., arXiv 2401.09135, where the link's time counts as well.)
 """
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from gasloc import topology as topologies
 from gasloc.errors import RecipeError
 
 SMOOTHING_SHARE = 0.5
@@ -18,6 +20,9 @@ SMOOTHING_SHARE = 0.5
 
 _FAR = 2.0
 """A time that changes by more than this factor is another link or another load, not jitter."""
+
+_WHOLE_GRAPH = 64
+"""In larger swarms a few slow peers do not move the median, and only one's own partners are looked up."""
 
 _KEEP = 0.1
 """The steps are kept while the wanted number stays within this share of them: times jitter by a few percent."""
@@ -33,7 +38,8 @@ class Pace:
     """Seconds of one local step. 0 or not finite: not measured yet."""
     exchange_time_s: float
     """Seconds of a round that go into the exchange and that training could not hide; without the wait for a
-    partner that is late, else one slow peer would make the others look slow. May be 0; not finite: unknown."""
+    partner that is late, and with partners on links no slower than one's own (`own_transfer_s`), else one slow peer
+    would make the others look slow. May be 0; not finite: unknown."""
 
     @property
     def known(self) -> bool:
@@ -58,6 +64,41 @@ def smooth(previous: float, measured: float, share: float = SMOOTHING_SHARE) -> 
     if not _is_time(previous) or not previous / _FAR <= measured <= previous * _FAR:
         return measured
     return previous + share * (measured - previous)
+
+
+def own_transfer_s(previous: float, transfers_s: Iterable[tuple[float, float]]) -> float:
+    """What a round's transfers, made at the same time, tell of one's own link, seconds; NaN where nothing.
+
+    `transfers_s` holds for each partner how long the transfer took, and the exchange time that the partner publishes
+    (0 or not finite: unknown). A transfer is as slow as the slower of the two links. So one that took more than twice
+    as long as another is its partner's; and so is one whose partner is known to need more than twice our `previous`
+    average, and that took no more than twice what the partner says. Of the others the longest counts: one's own link
+    carries them together. A `previous` of 0 or not finite stands for no average yet.
+    """
+    told = [
+        seconds for seconds, theirs in transfers_s if _is_time(seconds) and not _explains(theirs, seconds, previous)
+    ]
+    shortest = min(told, default=math.nan)
+    return max((seconds for seconds in told if seconds <= _FAR * shortest), default=math.nan)
+
+
+def beside_partners(paces: Mapping[str, Pace], topology: str, *, round: int, me: str, seed: int) -> dict[str, Pace]:
+    """The paces with the exchange times of `round`, each that of the slowest among a member and its partners.
+
+    `paces`: those that may be paired in `round`, by id, `me` included. Known ones stay known. Nothing changes for
+    `all-to-all`, where every transfer has waited for everybody already. In swarms of more than 64 the others' times
+    stay as they are. What a partner says of itself is believed: one that lied could as well be slow.
+    """
+    if topology == "all-to-all":
+        return dict(paces)
+    members = sorted(paces)
+    found = dict(paces)
+    for peer in members if len(members) <= _WHOLE_GRAPH else [me]:
+        together = topologies.row(topology, round=round, members=members, me=peer, seed=seed)
+        times_s = [paces[other].exchange_time_s for other in together if paces[other].known]
+        if paces[peer].known:
+            found[peer] = replace(paces[peer], exchange_time_s=max(times_s))
+    return found
 
 
 def round_length_s(members: Sequence[Pace], reference_steps: int) -> float | None:
@@ -107,6 +148,12 @@ def local_steps(
         if _near(wanted, previous, _margin(previous)):
             return previous, f"{previous} steps as before: {times} {round_words}"
     return math.floor(wanted), f"{math.floor(wanted)} steps: {times} {round_words}"
+
+
+def _explains(theirs: float, seconds: float, previous: float) -> bool:
+    """Whether the partner's link alone accounts for a transfer that took longer than ours usually do."""
+    slower = math.isfinite(theirs) and 0 < previous < seconds and theirs > _FAR * previous
+    return slower and seconds <= _FAR * theirs
 
 
 def _near(wanted: float, steps: int, margin: float) -> bool:

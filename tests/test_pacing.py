@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gasloc.errors import RecipeError
-from gasloc.pacing import Pace, local_steps, round_length_s, smooth
+from gasloc.pacing import Pace, beside_partners, local_steps, own_transfer_s, round_length_s, smooth
+from gasloc.topology import row
 
 # A busy machine may take any time for one example.
 anytime = settings(deadline=None)
@@ -272,3 +273,144 @@ def test_a_smoothed_time_lies_between_the_two(previous: float, measured: float, 
     average = smooth(previous, measured, share)
     tolerance = 1e-12 * max(previous, measured)
     assert min(previous, measured) - tolerance <= average <= max(previous, measured) + tolerance
+
+
+@pytest.mark.parametrize(
+    ("previous", "transfers_s", "own_s"),
+    [
+        (1.0, [], math.nan),
+        (1.0, [(math.nan, 1.0)], math.nan),
+        # partners like us: the longer one, as our link carries both
+        (1.0, [(1.1, 1.0), (1.3, 1.0)], 1.3),
+        # a partner that says that it is slow, and is
+        (1.0, [(1.1, 1.0), (10.0, 9.0)], 1.1),
+        (1.0, [(10.0, 9.0)], math.nan),
+        # the same before it has said so, or without an average of our own: the other partner tells
+        (1.0, [(1.1, 1.0), (10.0, 1.0)], 1.1),
+        (0.0, [(1.1, math.nan), (10.0, math.nan)], 1.1),
+        # nobody else to tell: it counts as ours for now
+        (1.0, [(10.0, 1.0)], 10.0),
+        (0.0, [(10.0, 9.0)], 10.0),
+        (math.nan, [(10.0, 9.0)], 10.0),
+        # slower than even a slow partner accounts for
+        (1.0, [(30.0, 9.0)], 30.0),
+        # our own link is the slow one
+        (10.0, [(9.0, 1.0), (10.0, 1.0)], 10.0),
+        # and faster again, beside slow partners
+        (10.0, [(1.0, 9.0)], 1.0),
+    ],
+)
+def test_which_transfers_tell_of_our_own_link(
+    previous: float, transfers_s: list[tuple[float, float]], own_s: float
+) -> None:
+    assert own_transfer_s(previous, transfers_s) == pytest.approx(own_s, nan_ok=True)
+
+
+@anytime
+@given(st.floats(0, 100), st.lists(st.tuples(st.floats(0.01, 100), st.floats(0, 100)), max_size=6))
+def test_our_own_link_is_one_of_the_transfers_and_near_the_shortest(
+    previous: float, transfers_s: list[tuple[float, float]]
+) -> None:
+    own_s = own_transfer_s(previous, transfers_s)
+    counted = [seconds for seconds, _ in transfers_s]
+    assert math.isnan(own_s) or own_s in counted
+    # whoever has an average no larger than anybody's words is told nothing new by a transfer it cannot blame
+    if transfers_s and all(theirs <= 2 * previous for _, theirs in transfers_s):
+        assert own_s <= 2 * min(counted)
+
+
+def swarm(slow_s: float, count: int = PEERS) -> dict[str, Pace]:
+    return {f"peer-{number}": Pace(1.0, slow_s if number == 0 else 1.0) for number in range(count)}
+
+
+@pytest.mark.parametrize("topology", ["1-peer", "2-peer", "ring", "exponential"])
+@pytest.mark.parametrize("round", range(4))
+def test_partners_of_a_slow_link_begin_with_it_and_nobody_else_does(topology: str, round: int) -> None:
+    paces = swarm(10.0)
+    coming = beside_partners(paces, topology, round=round, me="peer-3", seed=7)
+    partners = row(topology, round=round, members=paces, me="peer-0", seed=7)
+    assert {peer for peer, pace in coming.items() if pace.exchange_time_s == 10.0} == partners.keys()
+    steps = {peer: local_steps(pace, list(coming.values()), 30, 120, previous=30)[0] for peer, pace in coming.items()}
+    assert steps == {peer: 21 if peer in partners else 30 for peer in paces}
+
+
+def test_where_most_are_beside_the_slow_link_the_round_is_longer_instead() -> None:
+    coming = beside_partners(swarm(10.0, count=3), "2-peer", round=0, me="peer-1", seed=0)
+    assert round_length_s(list(coming.values()), 30) == 40.0
+    assert local_steps(coming["peer-1"], list(coming.values()), 30, 120)[0] == 30
+
+
+def test_unknown_members_stay_unknown_and_slow_nobody() -> None:
+    paces = swarm(10.0) | {"peer-0": Pace(0.0, 10.0)}
+    assert beside_partners(paces, "2-peer", round=0, me="peer-1", seed=0) == paces
+
+
+def test_all_to_all_stays_as_it_is() -> None:
+    assert beside_partners(swarm(10.0), "all-to-all", round=0, me="peer-1", seed=0) == swarm(10.0)
+
+
+def test_a_large_swarm_looks_up_its_own_partners_alone() -> None:
+    paces = swarm(10.0, count=1_000)
+    partner = next(peer for peer in row("2-peer", round=0, members=paces, me="peer-0", seed=0) if peer != "peer-0")
+    coming = beside_partners(paces, "2-peer", round=0, me=partner, seed=0)
+    assert coming == paces | {partner: Pace(1.0, 10.0)}
+
+
+def rounds_under_a_slow_link(seed: int, slow_s: float, topology: str) -> float:
+    """A round's length with one link slow over that before, once settled.
+
+    Peers measure, publish and choose over random graphs; a trade begins when both are there.
+    """
+    noise = random.Random(seed)
+    names = [f"peer-{number}" for number in range(PEERS)]
+    averages = dict.fromkeys(names, Pace(0.0, 0.0))
+    steps = dict.fromkeys(names, 30)
+    free_s = dict.fromkeys(names, 0.0)
+    lengths_s = []
+    for round in range(24):
+        link_s = {name: slow_s if name == "peer-0" and round >= 8 else 1.0 for name in names}
+        graph = {name: set(row(topology, round=round, members=names, me=name, seed=seed)) - {name} for name in names}
+        ready_s = {name: free_s[name] + steps[name] * noise.uniform(0.99, 1.01) for name in names}
+        took_s = {
+            (name, other): max(link_s[name], link_s[other]) * noise.uniform(0.97, 1.0)
+            for name in names
+            for other in graph[name]
+        }
+        before_s = dict(free_s)
+        free_s = {
+            name: max([ready_s[name], *(max(ready_s[name], ready_s[o]) + took_s[name, o] for o in graph[name])])
+            for name in names
+        }
+        averages = {
+            name: Pace(
+                smooth(averages[name].step_time_s, (ready_s[name] - before_s[name]) / steps[name]),
+                smooth(
+                    averages[name].exchange_time_s,
+                    own_transfer_s(
+                        averages[name].exchange_time_s,
+                        [(took_s[name, o], averages[o].exchange_time_s) for o in graph[name]],
+                    ),
+                ),
+            )
+            for name in names
+        }
+        for name in names:
+            coming = beside_partners(averages, topology, round=round + 1, me=name, seed=seed)
+            steps[name], _ = local_steps(coming[name], list(coming.values()), 30, 120, previous=steps[name])
+        lengths_s.append(max(free_s.values()) - max(before_s.values()))
+    equal_s = sum(lengths_s[3:8]) / 5
+    return sum(lengths_s[13:]) / len(lengths_s[13:]) / equal_s
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 2**32), st.floats(2, 25), st.sampled_from(["1-peer", "2-peer"]))
+def test_a_peer_whose_link_turns_slow_delays_others_by_no_more_than_the_damping(
+    seed: int, slow_s: float, topology: str
+) -> None:
+    assert rounds_under_a_slow_link(seed, slow_s, topology) <= 1.11
+
+
+@pytest.mark.parametrize("topology", ["1-peer", "2-peer"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_peer_at_a_tenth_of_the_bandwidth_delays_nobody_after_five_rounds(seed: int, topology: str) -> None:
+    assert rounds_under_a_slow_link(seed, 10.0, topology) <= 1.05
