@@ -1,13 +1,16 @@
 """What happens in a run, as typed events: one JSON object a line. The schema is in `docs/events.md`."""
 
+import contextlib
+import errno
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, TextIO, TypeAlias
+from typing import Any, BinaryIO, ClassVar, TextIO, TypeAlias
 
 from gasloc.errors import UsageError
 
@@ -273,12 +276,18 @@ class EventLog:
 
     def __init__(self, path: Path | None, *, echo: TextIO | None = None) -> None:
         """Opens `path` for appending; `echo` gets a copy of each line. Raises `UsageError` if it cannot."""
-        self._file: TextIO | None = None
+        self._path = path
+        self._file: BinaryIO | None = None
+        self._torn = False
+        """The file may end in a part of a line: what a full disk or a killed process leaves."""
+        self._trouble = ""
+        """Why the file takes no lines now, as told."""
         self._echo = echo
         self._listeners: list[Listener] = []
         if path is not None:
             try:
-                self._file = path.open("a", encoding="utf-8")
+                self._torn = _ends_within_a_line(path)
+                self._file = path.open("ab", buffering=0)
             except OSError as error:
                 raise UsageError(f"'{path}' cannot be written: {error.strerror}") from None
 
@@ -287,23 +296,47 @@ class EventLog:
         self._listeners.append(listener)
 
     def emit(self, event: Event) -> None:
-        """Writes the event and calls every listener."""
+        """Writes the event and calls every listener.
+
+        A file that takes no more, as on a full disk, is a warning to those who listen, once for each reason; the
+        events after it are written where that works again. A listener whose terminal is gone is not called again.
+        """
         line = as_line(event, time.time()) + "\n"
-        if self._file is not None:
-            self._file.write(line)
-            self._file.flush()
+        trouble = self._write_file(line)
+        self._pass_on(event, line)
+        if trouble and trouble != self._trouble:
+            warning = Warned(f"events are not written to '{self._path}': {trouble}; all else goes on")
+            self._pass_on(warning, as_line(warning, time.time()) + "\n")
+        self._trouble = trouble
+
+    def _write_file(self, line: str) -> str:
+        """Why the line was not written, or not whole; empty where it was."""
+        if self._file is None:
+            return ""
+        content = ("\n" if self._torn else "").encode() + line.encode()
+        try:
+            written = self._file.write(content)
+        except OSError as error:
+            return error.strerror or str(error)
+        self._torn = written != len(content)
+        return os.strerror(errno.ENOSPC) if self._torn else ""
+
+    def _pass_on(self, event: Event, line: str) -> None:
         if self._echo is not None:
             self._write_echo(line)
-        for listener in self._listeners:
-            listener(event)
+        for listener in list(self._listeners):
+            try:
+                listener(event)
+            except OSError:
+                self._listeners.remove(listener)
 
     def _write_echo(self, line: str) -> None:
         assert self._echo is not None
         try:
             self._echo.write(line)
             self._echo.flush()
-        except BrokenPipeError:
-            # whoever read our output is gone; the file still has every line
+        except OSError:
+            # whoever read our output is gone, or the disk that it goes to is full; the file still has every line
             if self._echo is sys.stdout:
                 sys.stdout = None  # else Python complains of the pipe once more as it exits
             self._echo = None
@@ -315,11 +348,20 @@ class EventLog:
             self._file = None
 
 
+def _ends_within_a_line(path: Path) -> bool:
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
+
+
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Reads an event file; a last line that is not whole, as a killed process leaves it, is skipped."""
+    """Reads an event file; a line that is not whole, as a killed process or a full disk leaves it, is skipped."""
     records: list[dict[str, Any]] = []
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
-            if line.endswith("\n"):
-                records.append(json.loads(line))
+            if line.startswith("{") and line.endswith("\n"):
+                with contextlib.suppress(ValueError):
+                    records.append(json.loads(line))
     return records

@@ -75,7 +75,7 @@ def _network(
     # not before now: they load hivemind, and with it torch
     from gasloc.swarm import read_card
     from peers.checks import LookOptions, look
-    from peers.daemon import check_free
+    from peers.p2pd import check_free
     from peers.thread import NetworkThread
 
     port = wanted.port

@@ -17,7 +17,6 @@ from gasloc.presence import Presence, join_command
 from gasloc.run_folder import RunFolder, StoredCard
 from gasloc.stop import Stop
 from gasloc.swarm import read_card
-from peers.errors import DaemonError
 from peers.node import Peer, RunCard
 from peers.thread import NetworkThread
 
@@ -68,8 +67,8 @@ def _relay(
     card = RunCard(stored.run, stored.digest, stored.document) if stored else None
     entered, members = False, -1
     while True:
-        if not peer.alive():
-            raise DaemonError("p2pd, the network daemon, has ended; start the relay again")
+        for notice in peer.take_notices():
+            say(notice)
         if not entered:
             card = card or thread.call(peer.find_card(), stop=stop.event)
             if card is not None:

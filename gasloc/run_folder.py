@@ -9,8 +9,10 @@ model.safetensors   the result
 lock                held by the process that uses the folder
 """
 
+import contextlib
 import fcntl
 import json
+import logging
 import os
 import secrets
 import time
@@ -20,6 +22,8 @@ from pathlib import Path
 from typing import IO
 
 from gasloc.errors import CheckpointError, UsageError
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +126,11 @@ class RunFolder:
         return [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
 
     def write_peers(self, addresses: Sequence[str]) -> None:
-        """Keeps addresses for the next start."""
-        write_whole(self.path / "peers.json", json.dumps(list(addresses), indent=1).encode() + b"\n")
+        """Keeps addresses for the next start; not where the disk is full, as a run goes on without them."""
+        try:
+            write_whole(self.path / "peers.json", json.dumps(list(addresses), indent=1).encode() + b"\n")
+        except UsageError as error:
+            _log.debug("addresses are not kept: %s", error)
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -136,5 +143,6 @@ def write_whole(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # on a disk that may only be read
+            temporary.unlink(missing_ok=True)
         raise UsageError(f"'{path}' cannot be written: {error.strerror}") from None

@@ -64,8 +64,10 @@ _SILENT = frozenset({Answer.UNREACHABLE, Answer.TIMEOUT, Answer.BROKEN})
 class Replica(Protocol):
     """What a swarm needs of an optimizer; `gasloc.GaslocOptimizer` is one."""
 
-    round: int
     local_steps: int
+
+    @property
+    def round(self) -> int: ...
 
     def snapshot(self) -> tuple[int, dict[str, Tensor]]: ...
 
@@ -121,11 +123,11 @@ class Swarm:
         self._serving = False
         self._publishing: concurrent.futures.Future[None] | None = None
         self._round_started = time.monotonic()
+        self._earned = 0
+        """The round that our parameters belong to: a jump to the others' round does not make them newer."""
         self._heard: dict[PeerId, int] = {}
         """The rounds that partners answered last."""
         self._partners: tuple[PeerId, ...] = ()
-        self._early_s = 0.0
-        """How much sooner than the others we are to trade this round, as a partner's link is slow: it waits for us."""
         self._status = Status(round=0, state=MemberState.JOINING)
         self._reporter = Reporter(thread, lambda: peer.courier, self._syncer, stop)
 
@@ -206,6 +208,7 @@ class Swarm:
         source, reason = self._decide(replica.round)
         size_bytes = self._download(replica) if source is Source.DONOR else 0
         self._serving = True
+        self._earned = replica.round
         self._status = replace(self._status, round=replica.round, state=MemberState.WAITING)
         self._wait(self._peer.membership.publish(self._status))
         self._round_started = time.monotonic()
@@ -261,14 +264,12 @@ class Swarm:
         """Trades with every partner at once; see `peers.exchange.Exchange.swap`.
 
         A partner that could not be reached, froze or broke off is set aside until it publishes a newer record;
-        one that is merely behind is not. Where `pace` had us begin early for a partner on a slow link, the others
-        are waited for as much longer: that transfer takes as long.
+        one that is merely behind is not.
         """
         if self.on_exchange is not None:
             self.on_exchange(slot, tuple(sorted(offers)))
         try:
-            swap = self._peer.exchange.swap(slot, offers, timeout_s=timeout_s + self._early_s)
-            swaps = self._thread.call(swap, stop=self._stop)
+            swaps = self._thread.call(self._peer.exchange.swap(slot, offers, timeout_s=timeout_s), stop=self._stop)
         except concurrent.futures.CancelledError:
             return {peer: Swap(Answer.STOPPED, "this peer was told to stop") for peer in offers}
         self._take_note(swaps)
@@ -333,17 +334,20 @@ class Swarm:
         Raises what publishing the round before raised, such as `DaemonError` when p2pd has ended.
         """
         self._judge(result)
+        self._earned = result.round + 1
         now = time.monotonic()
         took_s = now - self._round_started if seconds is None else seconds
         step_s = max(took_s - result.exchange_s, 0.0) / result.local_steps
         self._round_started = now
+        # of transfers alone: the wait for a late partner must not make us look slow ourselves
+        transfers_s = [swap.seconds for swap in result.swaps.values() if swap.answer is Answer.ACCEPT]
         if result.partners:
             self._partners = result.partners
         self._status = Status(
             round=result.next_round,
             state=MemberState.TRAINING,
             step_time_s=pacing.smooth(self._status.step_time_s, step_s),
-            exchange_time_s=pacing.smooth(self._status.exchange_time_s, self._transfer_s(result)),
+            exchange_time_s=pacing.smooth(self._status.exchange_time_s, max(transfers_s, default=math.nan)),
             tokens=tokens,
             local_steps=result.local_steps,
             loss=loss,
@@ -359,29 +363,9 @@ class Swarm:
         reference = self.recipe.local_steps
         if not self.recipe.pacing or self.recipe.topology in ("none", "syncer"):
             return reference, f"the recipe's {reference} steps: it has no pacing"
-        training = self._training()
-        statuses = {self.me: self._status, **{peer: member.status for peer, member in training.items()}}
-        paces = {peer: pacing.Pace(status.step_time_s, status.exchange_time_s) for peer, status in statuses.items()}
-        if self._pairs_once():
-            round = self._status.round
-            near = {peer: paces[peer] for peer in self.members(round) if peer in paces}
-            paces |= pacing.beside_partners(near, self.recipe.topology, round=round, me=self.me, seed=self.recipe.seed)
-        own = paces[self.me]
-        self._early_s = max(own.exchange_time_s - self._status.exchange_time_s, 0.0) if own.known else 0.0
-        return pacing.local_steps(own, list(paces.values()), reference, MOST_STEPS * reference, previous=previous)
-
-    def _transfer_s(self, result: RoundResult) -> float:
-        """Of transfers alone: the wait for a late partner must not make us look slow ourselves."""
-        transfers_s = {peer: swap.seconds for peer, swap in result.swaps.items() if swap.answer is Answer.ACCEPT}
-        if not self._pairs_once():
-            return max(transfers_s.values(), default=math.nan)
-        known = {peer: member.status.exchange_time_s for peer, member in self._training().items()}
-        told = [(seconds, known.get(peer, math.nan)) for peer, seconds in transfers_s.items()]
-        return pacing.own_transfer_s(self._status.exchange_time_s, told)
-
-    def _pairs_once(self) -> bool:
-        """Whether a round has one exchange, with a few partners: a transfer tells then which side was slow."""
-        return self.recipe.topology != "all-to-all" and self.recipe.mixes == 1 and self.recipe.fragments == 1
+        statuses = [self._status, *(member.status for member in self._training().values())]
+        paces = [pacing.Pace(status.step_time_s, status.exchange_time_s) for status in statuses]
+        return pacing.local_steps(paces[0], paces, reference, MOST_STEPS * reference, previous=previous)
 
     def train(self) -> None:
         """Tells the others that the first local step comes now."""
@@ -398,7 +382,8 @@ class Swarm:
         """
         replica = self._replica
         assert replica is not None, "enter comes first"
-        stale, reason = rounds.is_stale(replica.round, self.others_rounds(), self.recipe.stale_rounds)
+        mine = min(replica.round, self._earned)
+        stale, reason = rounds.is_stale(mine, self.others_rounds(), self.recipe.stale_rounds)
         refused = self._reporter.take_behind()
         if refused is not None:
             reason = refused
@@ -406,10 +391,19 @@ class Swarm:
             return None
         started = time.monotonic()
         size_bytes = self._download(replica)
+        self._earned = replica.round
         self._status = replace(self._status, round=replica.round)
         self._send_status()
         members = len(self._peer.membership.members())
         return Entry(Source.DONOR, reason, replica.round, members, size_bytes, time.monotonic() - started)
+
+    def take_notices(self) -> list[str]:
+        """What happened to p2pd and to time since this was last asked, a line each: p2pd ended and runs again, this
+        machine slept, its clock was set. After any of it, see whether to `catch_up`.
+
+        Raises `DaemonError` once p2pd is gone for good.
+        """
+        return self._peer.take_notices()
 
     def abandon(self) -> None:
         """Kills p2pd without a goodbye; for a process that exits at once. Safe in a signal handler."""

@@ -138,6 +138,8 @@ class _SyncerPeer:
         self._started = self._saved = time.monotonic()
         self._interval_s = CHECKPOINT_INTERVAL_S
         self._unsaved = True
+        self._save_trouble = ""
+        """Why the last checkpoint could not be written, as told."""
         self._last_merged = False
         """Whether the last fragment of the last round is merged."""
         self._tokens = 0.0
@@ -163,7 +165,7 @@ class _SyncerPeer:
         thread.call(peer.courier.serve(self._syncer.layout, self._syncer.handle), stop=self._stop)
         thread.call(peer.membership.publish(Status(told, MemberState.MERGING)), stop=self._stop)
         self._announce(resumed)
-        self._save()
+        self._save_if_possible()
         try:
             while not self._stop.is_set() and not self._is_over():
                 self._tell_merges(timeout_s=_POLL_S)
@@ -171,10 +173,10 @@ class _SyncerPeer:
                     told = self._syncer.round
                     thread.call(peer.membership.publish(Status(told, MemberState.MERGING)), stop=self._stop)
                 if self._unsaved and time.monotonic() - self._saved > self._interval_s:
-                    self._save()
+                    self._save_if_possible()
                 self._keep_peers()
-                if not peer.alive():
-                    raise DaemonError("p2pd, the network daemon, has ended; start the syncer again")
+                for notice in peer.take_notices():
+                    self._events.emit(Warned(notice))
         except concurrent.futures.CancelledError:
             pass  # told to stop while the network was asked; the end is the same
         finally:
@@ -276,6 +278,18 @@ class _SyncerPeer:
         if addresses and addresses != self._kept:
             self._kept = addresses
             self._folder.write_peers(addresses[:_KEPT_PEERS])
+
+    def _save_if_possible(self) -> None:
+        """Saves; where that fails, as on a full disk, it is told once and tried again after the usual time."""
+        try:
+            self._save()
+            self._save_trouble = ""
+        except CheckpointError as error:
+            self._saved = time.monotonic()
+            self._unsaved = True
+            if str(error) != self._save_trouble:
+                self._save_trouble = str(error)
+                self._events.emit(Warned(f"{error}; merging goes on, tried again every {self._interval_s:g} s"))
 
     def _save(self) -> None:
         started = time.monotonic()

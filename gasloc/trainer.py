@@ -12,7 +12,7 @@ import torch
 
 from gasloc import checkpoint, inner, model, sampler
 from gasloc.corpus import Corpus
-from gasloc.errors import CheckpointError
+from gasloc.errors import CheckpointError, RunError, UsageError
 from gasloc.events import (
     CheckpointSaved,
     Evaluation,
@@ -105,6 +105,8 @@ class Trainer:
         if swarm is not None:
             swarm.on_exchange = self._announce
             swarm.on_set_aside = self._warn_of
+        self._save_trouble = ""
+        """Why the last checkpoint could not be written, as told."""
         self._rate = 0.0
         self._round_started = self._started = self._saved = time.monotonic()
 
@@ -116,7 +118,8 @@ class Trainer:
         """Trains until the last round or until told to stop; a checkpoint is saved in either case.
 
         A loss or parameters that are not finite put the replica back at its round's start; the third time in a row
-        raises `RunError`. Passes on what the network raises, after the last whole state was saved.
+        raises `RunError`. Passes on what the network raises, after the last whole state was saved. A checkpoint that
+        cannot be written is a warning while there is something to train, and `CheckpointError` when told to stop.
         """
         self._round_started = self._started = self._saved = time.monotonic()
         if self.optimizer.local_step == 0:
@@ -127,10 +130,12 @@ class Trainer:
             self._evaluate_if_due()
             while self.optimizer.round < self.recipe.rounds and not self._stop.is_set():
                 self._take_step()
+                if self._swarm is not None:
+                    self._attend(self._swarm)
                 if time.monotonic() - self._saved > CHECKPOINT_INTERVAL_S:
-                    self._save()
+                    self._save_if_possible()
         except PeersError:
-            self._save()
+            self._save_if_possible()
             raise
         if self.optimizer.round < self.recipe.rounds:
             self._save()
@@ -224,6 +229,14 @@ class Trainer:
     def _warn_of(self, peer: PeerId, offender: "SetAside") -> None:
         self._emit(Warned(f"{peer}: {offender.reason}"))
 
+    def _attend(self, swarm: "Swarm") -> None:
+        """Tells what happened to the network, and makes good what it cost. Raises `DaemonError` if that cannot be."""
+        notices = swarm.take_notices()
+        for notice in notices:
+            self._emit(Warned(notice))
+        if notices:
+            self._catch_up(swarm)
+
     def _catch_up(self, swarm: "Swarm") -> None:
         try:
             entry = swarm.catch_up()
@@ -267,10 +280,13 @@ class Trainer:
         )
 
     def _finish(self) -> None:
-        self._save()
+        self._save_if_possible()
         named = {name: tensor.detach().cpu().contiguous() for name, tensor in self.model.named_parameters()}
         path = self._folder / "model.safetensors"
-        write_whole(path, safetensors.torch.save(named, {"recipe": self.recipe.model_dump_json()}))
+        try:
+            write_whole(path, safetensors.torch.save(named, {"recipe": self.recipe.model_dump_json()}))
+        except UsageError as error:
+            raise RunError(f"the run is done, but its model is not saved: {error}") from None
         self._emit(
             Finished(
                 round=self.optimizer.round,
@@ -280,6 +296,17 @@ class Trainer:
                 seconds=time.monotonic() - self._started,
             )
         )
+
+    def _save_if_possible(self) -> None:
+        """Saves; where that fails, as on a full disk, it is told once and tried again after the usual time."""
+        try:
+            self._save()
+            self._save_trouble = ""
+        except CheckpointError as error:
+            self._saved = time.monotonic()
+            if str(error) != self._save_trouble:
+                self._save_trouble = str(error)
+                self._emit(Warned(f"{error}; training goes on, tried again every {CHECKPOINT_INTERVAL_S:g} s"))
 
     def _save(self) -> None:
         started = time.monotonic()

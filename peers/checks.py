@@ -18,13 +18,15 @@ from pathlib import Path
 from peers import donor
 from peers.access import Access, GuardedTransport
 from peers.address import Address, Reach, parse, reach
-from peers.daemon import REFUSED, Daemon, Role
+from peers.daemon import Daemon
 from peers.dialback import Dialback, ask_dialback
 from peers.donor import RunCard
 from peers.errors import PeersError, ProtocolError, UnreachableError
 from peers.exchange import PeerId
 from peers.identity import Identity
 from peers.libp2p import Libp2pTransport
+from peers.p2pd import Role
+from peers.reasons import REFUSED
 from peers.transport import Transport
 from peers.wire import Kind, Wire
 

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from peers.address import Address
-from peers.daemon import REFUSED, Daemon
+from peers.daemon import Daemon
 from peers.dht import NOT_A_MEMBER, Dht
 from peers.errors import UnreachableError
 from peers.identity import Identity
+from peers.reasons import REFUSED
 
 _CONNECT_S = 5.0
 _RETRY_S = 0.2

@@ -36,10 +36,11 @@ def key_bytes(key: str) -> bytes:
 class Dht:
     """Stores small records under a key, one for each peer, until they expire."""
 
-    def __init__(self, node: Any, daemon: Daemon, validator: RecordValidator) -> None:
+    def __init__(self, node: Any, daemon: Daemon, validator: RecordValidator, *, client_only: bool) -> None:
         """Use `start`."""
         self._node = node
         self._daemon = daemon
+        self._client_only = client_only
         self.validator = validator
 
     @classmethod
@@ -49,19 +50,15 @@ class Dht:
         A record that lives longer than `max_life_s` from now is refused.
         """
         validator = RecordValidator(max_life_s=max_life_s, clock=now)
-        node = await DHTNode.create(
-            p2p=daemon.p2p,
-            num_replicas=_REPLICAS,
-            wait_timeout=_CALL_S,
-            # no caches: a view is refreshed every second anyway, and what is seen must be what is stored
-            cache_locally=False,
-            cache_nearest=0,
-            cache_on_store=False,
-            cache_refresh_before_expiry=0,
-            client_mode=client_only,
-            record_validator=validator,
+        node = await _create(daemon, validator, client_only=client_only)
+        return cls(node, daemon, validator, client_only=client_only)
+
+    async def resume(self) -> None:
+        """Goes on with a new node of the same id through a p2pd that was started again. It knows nobody yet."""
+        self._node.is_alive = False
+        self._node = await _create(
+            self._daemon, self.validator, client_only=self._client_only, node_id=self._node.node_id
         )
-        return cls(node, daemon, validator)
 
     async def join(self, peer: PeerId) -> float:
         """Makes a connected peer known to our node, and ours to it; returns how far its clock is ahead, seconds.
@@ -115,3 +112,21 @@ class Dht:
                 await self._node.shutdown()
         except Exception as error:  # p2pd may be gone in the meantime
             _log.debug("the DHT node did not end in good order: %r", error)
+
+
+async def _create(
+    daemon: Daemon, validator: RecordValidator, *, client_only: bool, node_id: DHTID | None = None
+) -> Any:
+    return await DHTNode.create(
+        p2p=daemon.p2p,
+        node_id=node_id,
+        num_replicas=_REPLICAS,
+        wait_timeout=_CALL_S,
+        # no caches: a view is refreshed every second anyway, and what is seen must be what is stored
+        cache_locally=False,
+        cache_nearest=0,
+        cache_on_store=False,
+        cache_refresh_before_expiry=0,
+        client_mode=client_only,
+        record_validator=validator,
+    )

@@ -10,10 +10,11 @@ from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe
 from hivemind.proto import p2pd_pb2
 
 from peers.address import Address, parse
-from peers.daemon import Daemon, raw_peer_id
+from peers.daemon import Daemon
 from peers.direct import serve_streams
 from peers.errors import AddressError, UnreachableError
 from peers.exchange import PeerId
+from peers.p2pd import raw_peer_id
 from peers.transport import Handler
 
 _HEADER_S = 5.0
@@ -53,6 +54,17 @@ class Libp2pTransport:
         )
         _, _, writer = await self._daemon.ask(request, _HEADER_S)
         writer.close()
+
+    async def resume(self) -> None:
+        """Serves the same protocols through a p2pd that was started again; the old one's streams have broken.
+
+        Raises `DaemonError`.
+        """
+        if self._server:
+            self._server.close()
+            self._server = None
+        for protocol, handler in list(self._handlers.items()):
+            await self.serve(protocol, handler)
 
     async def dial(
         self, peer: PeerId, protocol: str, *, timeout_s: float

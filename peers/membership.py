@@ -46,15 +46,17 @@ class Membership:
         badge: Callable[[PeerId], str] | None = None,
         addresses: Callable[[], Sequence[str]] = tuple,
         reachable: Callable[[], bool] = lambda: True,
-        check: Callable[[], None] = lambda: None,
+        check: Callable[[], bool] = lambda: True,
         life_s: float = LIFE_S,
         renew_s: float = RENEW_S,
         refresh_s: float = REFRESH_S,
+        clock: Callable[[], float] = now,
     ) -> None:
         """`badge` gives what a member publishes in place of the digest, where only members can know that; the
         view shows the digest in its place, and nothing for one that has only the digest.
 
-        `addresses` and `reachable` tell what to publish about us now; `check` raises where p2pd is gone.
+        `addresses` and `reachable` tell what to publish about us now. `check` tells whether p2pd is up; it raises
+        where p2pd is gone for good. `clock` gives unix seconds.
         """
         self._dht = dht
         self._identity = identity
@@ -66,6 +68,7 @@ class Membership:
         self._life_s = life_s
         self._renew_s = renew_s
         self._refresh_s = refresh_s
+        self._clock = clock
         self._key = f"gasloc/{run}/members"
         self._key_bytes = key_bytes(self._key)
         self._status: Status | None = None
@@ -86,13 +89,20 @@ class Membership:
     async def publish(self, status: Status) -> None:
         """Tells the swarm our status. It is renewed from then on, until the next one or `withdraw`.
 
-        Raises `DaemonError` when p2pd has ended, and `ProtocolError` for a status that others would refuse,
-        such as a negative round.
+        While p2pd is being started again, `wake` does it later. Raises `DaemonError` when p2pd has ended for good,
+        and `ProtocolError` for a status that others would refuse, such as a negative round.
         """
-        self._check()
+        up = self._check()
         async with self._publishing:
-            await self._store(status, self._life_s)
+            if up:
+                await self._store(status, self._life_s)
             self._status = status
+
+    async def wake(self) -> None:
+        """Renews our record and looks at everybody's at once: after time in which we did neither."""
+        await self._renew()
+        with contextlib.suppress(TimeoutError):
+            await self.refresh()
 
     async def refresh(self) -> dict[PeerId, Member]:
         """Looks for everybody's record now; returns the view as `members` does.
@@ -111,7 +121,7 @@ class Membership:
                 self._view[peer] = self._read(record, peer, expires)
             except ProtocolError as error:  # our own node's validator let it through before the run was known
                 _log.debug("ignored a record of %s: %s", peer, error)
-        time = now()
+        time = self._clock()
         self._view = {peer: member for peer, member in self._view.items() if member.expires > time}
         async with self._changed:
             self._changed.notify_all()
@@ -119,7 +129,7 @@ class Membership:
 
     def members(self) -> dict[PeerId, Member]:
         """Those that are alive and not set aside, as last seen; our own record included once published."""
-        time = now()
+        time = self._clock()
         return {
             peer: member
             for peer, member in self._view.copy().items()
@@ -150,7 +160,7 @@ class Membership:
         try:
             async with asyncio.timeout(_GOODBYE_S), self._publishing:
                 status, self._status = self._status, None
-                if status is not None:
+                if status is not None and self._check():
                     leaving = Status(status.round, MemberState.LEAVING, tokens=status.tokens)
                     await self._store(leaving, 0.0)
         except (PeersError, TimeoutError) as error:
@@ -189,18 +199,19 @@ class Membership:
 
     def _expiration(self, life_s: float) -> float:
         """Later than any before, or the DHT would keep the old record; but no later than others accept."""
-        wanted = now() + life_s
+        wanted = self._clock() + life_s
         known = self._view.get(self._identity.peer_id)
         later = known.expires + _LATER_S if known else 0.0
-        return later if wanted < later < now() + MAX_LIVES * self._life_s else wanted
+        return later if wanted < later < self._clock() + MAX_LIVES * self._life_s else wanted
 
     async def _renew(self) -> None:
         async with self._publishing:
-            if self._status:
+            if self._status and self._check():
                 await self._store(self._status, self._life_s)
 
     async def _look(self) -> None:
-        await self.refresh()
+        if self._check():
+            await self.refresh()
 
     async def _repeat(self, action: Callable[[], Coroutine[None, None, None]], pause_s: float) -> None:
         while True:

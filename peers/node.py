@@ -4,23 +4,19 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
 from peers import contact, donor, download
 from peers.access import Access, GuardedTransport
 from peers.address import Address, Reach, announced, parse, reach
-from peers.backoff import pause_s
 from peers.checks import TimeServer
 from peers.codec import CodecName
 from peers.contact import Contact
 from peers.courier import Courier
-from peers.daemon import Daemon, Role
+from peers.daemon import Daemon
 from peers.dht import Dht
 from peers.dialback import DialbackServer
 from peers.donor import Donor
@@ -28,7 +24,6 @@ from peers.donor import RunCard as RunCard
 from peers.donor import Snapshot as Snapshot
 from peers.download import OnProgress
 from peers.errors import (
-    DaemonError,
     NoDonorError,
     NotAdmittedError,
     PeersError,
@@ -37,66 +32,24 @@ from peers.errors import (
 )
 from peers.exchange import PeerId
 from peers.identity import Identity
+from peers.keeper import Keeper
 from peers.libp2p import Libp2pTransport
 from peers.manifest import MAX_STATE_BYTES
 from peers.membership import LIFE_S, MAX_LIVES, Member, Membership, MemberState
 from peers.meter import Meter
+from peers.options import PeerOptions as PeerOptions
+from peers.p2pd import Role
 from peers.reachability import Standing
 from peers.stream_exchange import StreamExchange
+from peers.ties import EVERY_S, Ties
 
 CLOCK_TOLERANCE_S = 2.0
 _CARD_S = 5.0
 _CARD_PATIENCE_S = 10.0
 _CARD_RETRY_S = 0.2
-_TIES_EVERY_S = 5.0
-_TIES_AT_ONCE = 8
-_MAX_REMEMBERED = 256
+_TIES_EVERY_S = EVERY_S
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class PeerOptions:
-    """What a peer is told at its start."""
-
-    identity_path: Path
-    host: str = "0.0.0.0"
-    """IP address to listen on; 0.0.0.0: every interface; 127.0.0.1: this machine only, and nothing leaves it."""
-    port: int = 0
-    """0: any free one."""
-    announce: tuple[str, ...] = ()
-    """Public IPs (with `port`) or multiaddresses to tell others instead of what p2pd finds out."""
-    initial_peers: tuple[str, ...] = ()
-    """Full multiaddresses of members; one that answers is enough. None: begins a swarm of its own."""
-    client_only: bool = False
-    """Looks on: listens nowhere, publishes nothing, serves nothing."""
-    undialable: str = ""
-    """Why others cannot dial us; empty where they can. If set, our record says so, and we hold no DHT keys."""
-    relay: bool = False
-    """Relays for peers that cannot be dialled."""
-    cached_peers: tuple[str, ...] = ()
-    """Addresses at which the swarm was met before: tried now and then, and no harm if none answers."""
-    patience_s: float = 5.0
-    """How long initial peers that refuse the connection are tried again: they may be starting just now."""
-    secret_file: Path | None = None
-    """Makes the run private: nobody who does not prove this secret is served anything. See `peers.access`."""
-    allow_file: Path | None = None
-    """Peer ids, one a line: nobody else is dealt with."""
-    deny_file: Path | None = None
-    """Peer ids, one a line, that are not dealt with."""
-    serve_downloads: int = 3
-    """So many newcomers may download our state at once; others are told that we are busy."""
-    serve_rate_bytes_per_s: int = 0
-    """All of them together get at most so much; 0: no limit. See `peers.caps`."""
-
-    @property
-    def role(self) -> Role:
-        """What our p2pd does for others."""
-        if self.client_only:
-            return Role.CLIENT
-        if self.relay:
-            return Role.RELAY
-        return Role.HIDDEN if self.undialable else Role.MEMBER
 
 
 class Peer:
@@ -116,6 +69,7 @@ class Peer:
         self._daemon = daemon
         self.meter = Meter()
         self._access = access
+        self._libp2p = transport
         self._transport = GuardedTransport(transport, access, meter=self.meter)
         self._dht = dht
         self._initial = [parse(text) for text in options.initial_peers]
@@ -125,10 +79,9 @@ class Peer:
         self._exchange: StreamExchange | None = None
         self._courier: Courier | None = None
         self._membership: Membership | None = None
-        self._remembered: dict[PeerId, Sequence[str]] = {}
         self._cached = [address for address in _readable(options.cached_peers) if address not in self._initial]
-        self._failures: dict[PeerId, int] = {}
-        self._next_try: dict[PeerId, float] = {}
+        self._ties = Ties(daemon, dht, initial=self._initial, cached=self._cached, members=self._seen)
+        self._keeper = Keeper(daemon, resume=self._resume, wake=self._wake)
         self.peer_id = identity.peer_id
         self.addresses: list[str] = []
         """Full multiaddresses that others can dial, best first. Empty for a client."""
@@ -164,7 +117,7 @@ class Peer:
             )
             stack.push_async_callback(daemon.close)
             peer_box: list[Self] = []
-            transport = Libp2pTransport(daemon, lambda other: peer_box[0]._addresses_of(other))
+            transport = Libp2pTransport(daemon, lambda other: peer_box[0]._ties.addresses_of(other))
             stack.push_async_callback(transport.close)
             holds_keys = options.role in (Role.MEMBER, Role.RELAY)
             dht = await Dht.start(daemon, max_life_s=MAX_LIVES * LIFE_S, client_only=not holds_keys)
@@ -178,8 +131,11 @@ class Peer:
             await peer._meet()
             if options.undialable:
                 peer.warnings.append(f"others cannot dial this peer, so it dials them: {options.undialable}")
+            peer._keeper.start()
+            stack.push_async_callback(peer._keeper.close)
+            tying = asyncio.create_task(peer._keep_ties())
+            stack.push_async_callback(_end, tying)
             peer._stack = stack.pop_all()
-        peer._begin_ties()
         return peer
 
     @property
@@ -223,8 +179,16 @@ class Peer:
         return self._access.objection(member.peer_id)
 
     def alive(self) -> bool:
-        """Whether p2pd runs; without it nothing here works any more."""
-        return self._daemon.alive()
+        """Whether p2pd runs, or is just being started again; once it is gone for good, nothing here works any more."""
+        return not self._keeper.given_up
+
+    def take_notices(self) -> list[str]:
+        """What happened to p2pd and to time since this was last asked, a line each. From any thread.
+
+        Raises `DaemonError` once p2pd is gone for good.
+        """
+        self._keeper.up()
+        return self._keeper.take_notices()
 
     async def fetch_card(self) -> RunCard:
         """The card of the run that the initial peers are in.
@@ -251,7 +215,10 @@ class Peer:
 
     async def find_card(self) -> RunCard | None:
         """The card of the run that anybody connected to us is in; None where nobody gives one."""
-        for peer in await self._daemon.connected():
+        connected: list[PeerId] = []
+        with contextlib.suppress(PeersError):  # p2pd may be away just now; the keeper tells if it is gone for good
+            connected += await self._daemon.connected()
+        for peer in connected:
             with contextlib.suppress(PeersError):
                 return await donor.fetch_card(self._transport, peer, timeout_s=_CARD_S, meter=self.meter)
         return None
@@ -271,7 +238,7 @@ class Peer:
             badge=lambda peer: self._access.badge(card.run, card.digest, peer),
             addresses=lambda: self.addresses,
             reachable=lambda: self.reachable,
-            check=self._check,
+            check=self._keeper.up,
         )
         self._card, self._membership = card, membership
         self._stack.push_async_callback(membership.close)
@@ -365,19 +332,11 @@ class Peer:
         except TimeoutError:
             _log.debug("some DHT nodes are slow to answer")
 
-    def _check(self) -> None:
-        if not self.alive():
-            raise DaemonError("p2pd, the network daemon, has ended; start this peer again")
-
     def _is_reachable(self, peer: PeerId) -> bool:
         if peer == self.peer_id:
             return self.reachable
         member = self.membership.members().get(peer)
         return member is None or member.reachable
-
-    def _addresses_of(self, peer: PeerId) -> Sequence[str]:
-        known = [str(address) for address in (*self._initial, *self._cached) if address.peer_id == peer]
-        return [*self._remembered.get(peer, ()), *known]
 
     def _donors(self) -> list[list[PeerId]]:
         """Syncers, then those that train; each by preference. Never one that joins: it may have no state yet."""
@@ -399,60 +358,32 @@ class Peer:
             tiers.append([member.peer_id for member in sorted(able, key=order)])
         return [tier for tier in tiers if tier]
 
-    def _begin_ties(self) -> None:
-        task = asyncio.create_task(self._keep_ties())
+    async def _resume(self) -> None:
+        """All as before, through a p2pd that was started again."""
+        await self._libp2p.resume()
+        await self._dht.resume()
+        self.addresses = await self._daemon.addresses()
 
-        async def end() -> None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-        self._stack.push_async_callback(end)
+    async def _wake(self) -> None:
+        """After time in which we were away: meets the others again, renews our record, looks at theirs."""
+        await self._ties.renew()
+        if self._membership is not None:
+            await self._membership.wake()
 
     async def _keep_ties(self) -> None:
-        """Meets again, now and then, the peers that our DHT node lost; each after longer pauses, see `peers.backoff`.
-
-        Without this, two halves of a swarm that were cut from each other would stay apart for ever.
-        """
         while True:
             await asyncio.sleep(_TIES_EVERY_S)
             try:
-                self._remember()
-                self.addresses = await self._daemon.addresses()
-                known = {*self._remembered, *(one.peer_id for one in (*self._initial, *self._cached))}
-                lost = [peer for peer in known - {self.peer_id} if not self._dht.knows(peer)]
-                alone = len(lost) == len(known - {self.peer_id})
-                due = [peer for peer in lost if time.monotonic() >= self._next_try.get(peer, 0.0)]
-                due = random.sample(due, min(len(due), _TIES_AT_ONCE))
-                await asyncio.gather(*(self._tie(peer, alone=alone) for peer in due))
-                for peer in self._next_try.keys() - set(lost):
-                    self._failures.pop(peer, None)
-                    del self._next_try[peer]
+                if self._keeper.up():
+                    self.addresses = await self._daemon.addresses()
+                    await self._ties.mend()
             except PeersError as error:
                 _log.debug("could not look after our ties: %s", error)
             except Exception:
                 _log.exception("could not look after our ties")
 
-    async def _tie(self, peer: PeerId, *, alone: bool) -> None:
-        for text in self._addresses_of(peer):
-            try:
-                await contact.connect(parse(text), self._daemon, self._dht)
-                return
-            except PeersError as error:
-                _log.debug("%s is still lost: %s", peer, error)
-        failures = self._failures[peer] = self._failures.get(peer, 0) + 1
-        pause = pause_s(failures - 1, alone=alone, jitter=random.random(), first_s=_TIES_EVERY_S)
-        self._next_try[peer] = time.monotonic() + pause
-
-    def _remember(self) -> None:
-        """Keeps the members' addresses beyond their records' lives."""
-        if self._membership is None:
-            return
-        for peer, member in self._membership.members().items():
-            if peer != self.peer_id and member.addresses:
-                self._remembered.pop(peer, None)
-                self._remembered[peer] = member.addresses
-        for peer in list(self._remembered)[:-_MAX_REMEMBERED]:
-            del self._remembered[peer]
+    def _seen(self) -> dict[PeerId, Member]:
+        return self._membership.members() if self._membership is not None else {}
 
 
 def _clock_warning(contacts: Sequence[Contact]) -> list[str]:
@@ -465,6 +396,11 @@ def _clock_warning(contacts: Sequence[Contact]) -> list[str]:
         f"this machine's clock is {abs(offset_s):.0f} s {way} the swarm's: "
         "set it by NTP, or others may not see this peer"
     ]
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def _readable(texts: Sequence[str]) -> list[Address]:

@@ -9,9 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from peers.daemon import Daemon, Role
+from peers.daemon import Daemon
 from peers.identity import Identity
 from peers.node import Peer, PeerOptions
+from peers.p2pd import Role
 
 _MARK = "PEERS_TEST_SESSION"
 _END_S = 8.0  # p2pd ends by itself within seconds when its parent was killed

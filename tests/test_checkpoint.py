@@ -368,3 +368,40 @@ def test_a_process_killed_while_saving_leaves_the_last_whole_one(tmp_path: Path,
     assert torch.equal(loaded.tensors["w"], torch.full((200_000,), float(loaded.meta["value"])))
     checkpoint.save(tmp_path, some(), {"value": -1})
     assert not list(tmp_path.glob(".saving-*")), "what a killed save left is removed by the next"
+
+
+SAVE_AND_BE_KILLED = """
+    import os, random, signal, sys, time
+    from pathlib import Path
+    import torch
+    from gasloc import checkpoint
+
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    checkpoint.save(folder, {"w": torch.zeros(200_000)}, {"value": 0})
+    last = 0
+    for kill in range(20):
+        reads, writes = os.pipe()
+        child = os.fork()
+        if child == 0:
+            for value in range(last + 1, 1_000_000):
+                checkpoint.save(folder, {"w": torch.full((200_000,), float(value))}, {"value": value})
+                os.write(writes, b"x")
+        os.read(reads, 1)
+        time.sleep(random.Random(kill).uniform(0.0, 0.03))  # somewhere in a save
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reads)
+        os.close(writes)
+        found = checkpoint.load_latest(folder)
+        assert found.skipped == (), found.skipped
+        assert found.meta["value"] > last
+        last = found.meta["value"]
+        assert torch.equal(found.tensors["w"], torch.full((200_000,), float(last)))
+        assert len(list(folder.glob(".saving-*"))) <= 1
+    """
+
+
+def test_killed_twenty_times_while_saving_the_last_whole_one_loads_each_time(tmp_path: Path) -> None:
+    finished = child(SAVE_AND_BE_KILLED, tmp_path)
+    assert finished.returncode == 0, finished.stderr

@@ -11,9 +11,10 @@ import psutil
 import pytest
 
 from peers.address import Address, parse
-from peers.daemon import Daemon, plain_reason
+from peers.daemon import Daemon
 from peers.errors import AddressError, DaemonError, UnreachableError
 from peers.identity import Identity
+from peers.reasons import plain_reason
 from tests.conftest import StartDaemon, wait_gone
 
 CHILD = """

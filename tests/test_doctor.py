@@ -17,12 +17,12 @@ from gasloc.first_look import first_look
 from peers.address import parse
 from peers.backoff import ALONE_LONGEST_S, FIRST_S, LONGEST_S, pause_s
 from peers.checks import TIME_PROTOCOL, Contact, Look, LookOptions, ask_time, look
-from peers.daemon import Role, to_binary
 from peers.dialback import Dialback, DialbackLimit, certificate_id, judge, listener_id, read_answer
 from peers.errors import IdentityError, ProtocolError, UnreachableError
 from peers.identity import peer_id_of
 from peers.libp2p import Libp2pTransport
 from peers.node import Peer, PeerOptions, RunCard, Snapshot
+from peers.p2pd import Role, to_binary
 from peers.reachability import Standing, can_trade, dialable, tradable
 from peers.wire import Kind, Wire
 from tests.conftest import StartDaemon, StartPeer

@@ -1,5 +1,6 @@
 """Events: one JSON object a line, whole lines only, and the documented schema."""
 
+import errno
 import io
 import json
 import re
@@ -110,3 +111,45 @@ def test_a_reader_that_went_away_does_not_end_training(tmp_path: Path) -> None:
     log.close()
 
     assert len(read_events(tmp_path / "events.jsonl")) == 2
+
+
+def test_a_disk_that_takes_no_more_is_told_once_and_all_else_goes_on() -> None:
+    log, heard = EventLog(Path("/dev/full")), list[Event]()
+    log.listen(heard.append)
+    for number in range(3):
+        log.emit(Warned(f"number {number}"))
+    log.close()
+
+    assert [event.message for event in heard if isinstance(event, Warned)] == [
+        "number 0",
+        "events are not written to '/dev/full': No space left on device; all else goes on",
+        "number 1",
+        "number 2",
+    ]
+
+
+def test_a_line_that_was_torn_spoils_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text(as_line(Warned("whole"), 1.0) + "\n" + as_line(Warned("torn"), 1.0)[:-5])
+    log = EventLog(path)
+    log.emit(Warned("next"))
+    log.emit(Warned("last"))
+    log.close()
+
+    assert [record["message"] for record in read_events(path)] == ["whole", "next", "last"]
+
+
+def test_a_terminal_that_is_gone_does_not_end_training(tmp_path: Path) -> None:
+    heard: list[Event] = []
+
+    def hung_up(event: Event) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    log = EventLog(tmp_path / "events.jsonl")
+    log.listen(hung_up)
+    log.listen(heard.append)
+    log.emit(Warned("one"))
+    log.emit(Warned("two"))
+    log.close()
+
+    assert heard == [Warned("one"), Warned("two")]

@@ -209,22 +209,6 @@ async def test_there_is_no_run_where_nobody_entered_one(start_peer: StartPeer, m
         await first.fetch_card()
 
 
-async def test_when_p2pd_dies_the_peer_says_so_and_closes(start_peer: StartPeer) -> None:
-    peer = await start_peer("me")
-    await peer.enter(CARD, nothing)
-    await peer.membership.publish(JOINING)
-    (child,) = psutil.Process().children()
-    child.kill()
-    await peer._daemon.ended()
-    assert not peer.alive()
-    with pytest.raises(DaemonError, match="p2pd"):
-        await peer.membership.publish(JOINING)
-    started = time.monotonic()
-    await peer.close()
-    assert time.monotonic() - started < 8
-    assert (await start_peer("me")).peer_id == peer.peer_id
-
-
 async def test_a_first_peer_that_was_restarted_is_met_again(
     start_peer: StartPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,9 +9,10 @@ import pytest
 from gasloc.run_folder import RunFolder
 from peers.address import Address
 from peers.checks import LookOptions, look
-from peers.daemon import Daemon, Role
+from peers.daemon import Daemon
 from peers.identity import Identity, peer_id_of
 from peers.node import Peer, PeerOptions, RunCard, Snapshot
+from peers.p2pd import Role
 from tests.conftest import StartPeer
 from tests.processes import ProcessPool
 from tests.small_recipe import write_small_recipe

@@ -1,6 +1,7 @@
 """Real processes with real p2pd daemons on loopback."""
 
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,8 @@ from statistics import mean
 import psutil
 import pytest
 
+from peers.membership import LIFE_S
+from tests.conftest import wait_gone
 from tests.processes import GaslocProcess, ProcessPool
 from tests.small_recipe import write_small_recipe
 
@@ -178,3 +181,80 @@ def test_a_peer_without_peers_flag_finds_the_swarm_again(pool: ProcessPool) -> N
     again.event("round", START_S, lambda record: record["mixed"])
     assert again.event("run_started", 1)["resumed"]
     stop_in_order([first, again])
+
+
+def test_only_p2pd_dies_and_training_never_stops(pool: ProcessPool) -> None:
+    first = start(pool, grace_s=3)
+    address = address_of(first)
+    second, third = (join(pool, name, address) for name in ("second", "third"))
+    everyone = [first, second, third]
+    for process in everyone:
+        process.event("round", START_S, lambda record: record["mixed"])
+    (dead,) = second.daemons()
+    entries = len(second.of("joined"))
+    me = second.event("listening", 1)
+    dead.kill()
+    told = second.event("warning", 30, lambda record: "restarted in" in record["message"])
+
+    (daemon,) = second.daemons()
+    assert daemon.pid != dead.pid
+    port = me["addresses"][0].split("/tcp/")[1].split("/")[0]
+    assert f"-hostAddrs=/ip4/127.0.0.1/tcp/{port}" in daemon.cmdline()
+    second.event("round", START_S, lambda record: record["mixed"] and record["time"] > told["time"])
+    for other in (first, third):
+        other.event("round", START_S, lambda record: me["peer"] in record["partners"] and record["time"] > told["time"])
+    rounds = [record["round"] for record in second.of("round")]
+    assert rounds == sorted(set(rounds))
+    assert len(second.of("joined")) == entries, "it takes nobody's state"
+    assert not [record for record in second.of("warning") if "took the swarm's state" in record["message"]]
+    stop_in_order(everyone)
+
+
+def test_p2pd_that_cannot_be_started_again_ends_the_run_with_a_checkpoint(pool: ProcessPool) -> None:
+    """Another program takes its port while it is down."""
+    first = start(pool)
+    port = int(address_of(first).split("/tcp/")[1].split("/")[0])
+    first.event("round", START_S)
+    (daemon,) = first.daemons()
+    first.signal(signal.SIGSTOP)
+    daemon.kill()
+    wait_gone([daemon], 10)
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        first.signal(signal.SIGCONT)
+        assert first.wait(60) == 1
+    assert [record["event"] for record in first.events[-2:]] == ["checkpoint", "failed"]
+    (line,) = first.errors
+    assert line.startswith("gasloc: p2pd, the network daemon, ended 3 times within ")
+    assert f"port {port} is already in use" in line
+    assert pool.leftovers() == []
+
+
+def test_a_peer_that_was_asleep_takes_the_swarms_state_before_it_mixes(pool: ProcessPool) -> None:
+    """Python and its p2pd frozen for longer than a record's life; the others see it go, and come back."""
+    first = start(pool, grace_s=2)
+    address = address_of(first)
+    sleeper, third = (join(pool, name, address) for name in ("sleeper", "third"))
+    for process in (first, sleeper, third):
+        process.event("round", START_S, lambda record: record["mixed"])
+    me = sleeper.event("listening", 1)["peer"]
+    frozen = [psutil.Process(sleeper.pid), *sleeper.daemons()]
+    for process in frozen:
+        process.suspend()
+    asleep = time.time()
+    third.event("round", START_S, lambda record: record["time"] > asleep + LIFE_S + 2)
+    gone = [record for record in third.of("round") if record["time"] > asleep + LIFE_S + 1]
+    assert all(me not in record["partners"] for record in gone)
+    for process in frozen:
+        process.resume()
+    told = sleeper.event("warning", START_S, lambda record: "did not run for" in record["message"])
+    caught_up = sleeper.event("warning", START_S, lambda record: "took the swarm's state" in record["message"])
+    mixed = sleeper.event("round", START_S, lambda record: record["mixed"] and record["time"] > asleep + LIFE_S)
+    assert caught_up["time"] <= mixed["time"]
+    assert mixed["round"] >= gone[-1]["round"] - 1, "nothing old is averaged as new"
+    assert told["time"] - asleep < 60
+    for other in (first, third):
+        other.event("round", START_S, lambda record: me in record["partners"] and record["time"] > told["time"])
+    stop_in_order([first, sleeper, third])

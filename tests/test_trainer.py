@@ -1,7 +1,10 @@
 """One peer's training loop: it learns, it resumes bit for bit, and it stops in good order."""
 
+import contextlib
+import os
+import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +13,20 @@ import torch
 from safetensors.torch import load_file
 
 from gasloc import checkpoint
+from gasloc import trainer as trainer_module
 from gasloc.corpus import Corpus
 from gasloc.errors import CheckpointError, DataError, RunError
-from gasloc.events import CheckpointSaved, Evaluation, Event, Finished, Round, Stopped, Warned
+from gasloc.events import (
+    CheckpointSaved,
+    Evaluation,
+    Event,
+    EventLog,
+    Finished,
+    Round,
+    Stopped,
+    Warned,
+    read_events,
+)
 from gasloc.recipe import Recipe, parse
 from gasloc.trainer import Trainer
 
@@ -138,7 +152,7 @@ def test_a_run_resumed_equals_the_straight_run_bit_for_bit(
 
 def _values(event: Event) -> dict[str, object]:
     """What must repeat: everything but durations."""
-    timed = ("seconds", "tokens_per_s", "exchange_s")
+    timed = ("seconds", "tokens_per_s", "exchange_s", "waited_s")
     return {name: getattr(event, name) for name in event.__slots__ if name not in timed}
 
 
@@ -268,3 +282,78 @@ def test_text_shorter_than_the_context_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match=r"short\.txt"):
         Runs(short).train(tmp_path, tiny_recipe())
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 5 MB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small disk needs root")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
+def fill(disk: Path) -> Path:
+    filler = disk / "filler"
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+    return filler
+
+
+def test_a_full_disk_is_a_warning_and_training_goes_on(
+    runs: Runs, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints and events; and both go on once there is room again."""
+    monkeypatch.setattr(trainer_module, "CHECKPOINT_INTERVAL_S", 0.0)
+    log = EventLog(small_disk / "events.jsonl")
+    heard: list[Event] = []
+    log.listen(heard.append)
+    fillers: list[Path] = []
+
+    def at_each(event: Event) -> bool:
+        log.emit(event)
+        if isinstance(event, Round) and event.round == 1:
+            fillers.append(fill(small_disk))
+        if isinstance(event, Round) and event.round == 3:
+            (last,) = fillers
+            state = checkpoint.load_latest(small_disk / "checkpoints")
+            assert state is not None
+            assert state.skipped == ()
+            assert not list((small_disk / "checkpoints").glob(".saving-*"))
+            last.unlink()
+        return False
+
+    trainer = runs.train(small_disk, tiny_recipe(rounds=6), stop_when=at_each)
+    log.close()
+    warnings = [event.message for event in heard if isinstance(event, Warned)]
+    assert len(warnings) == 2, warnings
+    assert any("checkpoint" in line and "No space left on device" in line for line in warnings)
+    assert any("events are not written" in line and "No space left on device" in line for line in warnings)
+    assert trainer.step == 36
+    assert isinstance(runs.events[-1], Finished)
+    told = [record["round"] for record in read_events(small_disk / "events.jsonl") if record["event"] == "round"]
+    assert told[:2] == [0, 1]
+    assert told[-2:] == [4, 5]
+    newest = checkpoint.load_latest(small_disk / "checkpoints")
+    assert newest is not None
+    assert newest.meta["step"] == 36
+
+
+def test_told_to_stop_on_a_full_disk_it_says_that_nothing_was_saved(
+    runs: Runs, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs.train(small_disk, tiny_recipe(), stop_after_step=2)
+    fill(small_disk)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        runs.train(small_disk, tiny_recipe(), stop_after_step=8)
+    state = checkpoint.load_latest(small_disk / "checkpoints")
+    assert state is not None
+    assert state.meta["step"] == 2
+    assert not list((small_disk / "checkpoints").glob(".saving-*"))
