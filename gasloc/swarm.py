@@ -128,6 +128,8 @@ class Swarm:
         self._heard: dict[PeerId, int] = {}
         """The rounds that partners answered last."""
         self._partners: tuple[PeerId, ...] = ()
+        self._early_s = 0.0
+        """How much sooner than the others we are to trade this round, as a partner's link is slow: it waits for us."""
         self._status = Status(round=0, state=MemberState.JOINING)
         self._reporter = Reporter(thread, lambda: peer.courier, self._syncer, stop)
 
@@ -264,12 +266,14 @@ class Swarm:
         """Trades with every partner at once; see `peers.exchange.Exchange.swap`.
 
         A partner that could not be reached, froze or broke off is set aside until it publishes a newer record;
-        one that is merely behind is not.
+        one that is merely behind is not. Where `pace` had us begin early for a partner on a slow link, the others
+        are waited for as much longer: that transfer takes as long.
         """
         if self.on_exchange is not None:
             self.on_exchange(slot, tuple(sorted(offers)))
         try:
-            swaps = self._thread.call(self._peer.exchange.swap(slot, offers, timeout_s=timeout_s), stop=self._stop)
+            swap = self._peer.exchange.swap(slot, offers, timeout_s=timeout_s + self._early_s)
+            swaps = self._thread.call(swap, stop=self._stop)
         except concurrent.futures.CancelledError:
             return {peer: Swap(Answer.STOPPED, "this peer was told to stop") for peer in offers}
         self._take_note(swaps)
@@ -339,15 +343,13 @@ class Swarm:
         took_s = now - self._round_started if seconds is None else seconds
         step_s = max(took_s - result.exchange_s, 0.0) / result.local_steps
         self._round_started = now
-        # of transfers alone: the wait for a late partner must not make us look slow ourselves
-        transfers_s = [swap.seconds for swap in result.swaps.values() if swap.answer is Answer.ACCEPT]
         if result.partners:
             self._partners = result.partners
         self._status = Status(
             round=result.next_round,
             state=MemberState.TRAINING,
             step_time_s=pacing.smooth(self._status.step_time_s, step_s),
-            exchange_time_s=pacing.smooth(self._status.exchange_time_s, max(transfers_s, default=math.nan)),
+            exchange_time_s=pacing.smooth(self._status.exchange_time_s, self._transfer_s(result)),
             tokens=tokens,
             local_steps=result.local_steps,
             loss=loss,
@@ -363,9 +365,29 @@ class Swarm:
         reference = self.recipe.local_steps
         if not self.recipe.pacing or self.recipe.topology in ("none", "syncer"):
             return reference, f"the recipe's {reference} steps: it has no pacing"
-        statuses = [self._status, *(member.status for member in self._training().values())]
-        paces = [pacing.Pace(status.step_time_s, status.exchange_time_s) for status in statuses]
-        return pacing.local_steps(paces[0], paces, reference, MOST_STEPS * reference, previous=previous)
+        training = self._training()
+        statuses = {self.me: self._status, **{peer: member.status for peer, member in training.items()}}
+        paces = {peer: pacing.Pace(status.step_time_s, status.exchange_time_s) for peer, status in statuses.items()}
+        if self._pairs_once():
+            round = self._status.round
+            near = {peer: paces[peer] for peer in self.members(round) if peer in paces}
+            paces |= pacing.beside_partners(near, self.recipe.topology, round=round, me=self.me, seed=self.recipe.seed)
+        own = paces[self.me]
+        self._early_s = max(own.exchange_time_s - self._status.exchange_time_s, 0.0) if own.known else 0.0
+        return pacing.local_steps(own, list(paces.values()), reference, MOST_STEPS * reference, previous=previous)
+
+    def _transfer_s(self, result: RoundResult) -> float:
+        """Of transfers alone: the wait for a late partner must not make us look slow ourselves."""
+        transfers_s = {peer: swap.seconds for peer, swap in result.swaps.items() if swap.answer is Answer.ACCEPT}
+        if not self._pairs_once():
+            return max(transfers_s.values(), default=math.nan)
+        known = {peer: member.status.exchange_time_s for peer, member in self._training().items()}
+        told = [(seconds, known.get(peer, math.nan)) for peer, seconds in transfers_s.items()]
+        return pacing.own_transfer_s(self._status.exchange_time_s, told)
+
+    def _pairs_once(self) -> bool:
+        """Whether a round has one exchange, with a few partners: a transfer tells then which side was slow."""
+        return self.recipe.topology != "all-to-all" and self.recipe.mixes == 1 and self.recipe.fragments == 1
 
     def train(self) -> None:
         """Tells the others that the first local step comes now."""
