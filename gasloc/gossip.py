@@ -26,6 +26,8 @@ _BEGAN = frozenset({Answer.ACCEPT, Answer.BROKEN})
 _FAR_BEHIND = 4
 """Rounds behind from which on one of the others' rounds is at most a quarter of ours."""
 _MOST_ROUNDS_TRIED = 3
+_WEIGHT = "weight"
+"""Name in an offer's note."""
 _LONGEST_GRACES = 10.0
 
 
@@ -203,21 +205,31 @@ def _mix_once(
         reduced = yield from all_reduce(phi, weights, me, slot, note=note, radius=radius, start=start)
         return _Once(reduced.mix, slot.round, reduced.swaps, reduced.clips)
     offer = Offer(send=phi, note=note, start=start)
+    offers = _offers(weights, me, offer)
     # with no offers this returns at once, and lets others be told which round we are at
-    swaps = yield WithAll(slot, _offers(weights, me, offer))
+    swaps = yield WithAll(slot, offers)
     spent_s = _waited_s(swaps)
     remarks: tuple[str, ...] = ()
-    if swaps and all(swap.answer is Answer.AHEAD for swap in swaps.values()):
-        slot, swaps, spent_s, remarks = yield from _fall_in(me, plan, members, slot, offer, swaps)
-        weights = _row(plan, slot, members, me)
-    chosen: Mapping[PeerId, Swap] = {}
-    if plan.topology in _WITH_NEXT_CHOICES and not _received(swaps):
-        request = _next_choice(me, plan, members, slot, offer, swaps, spent_s)
-        heard = yield request
-        chosen = {peer: swap for peer, swap in heard.items() if swap.answer in _BEGAN}
+    heard: Mapping[PeerId, Swap] = {}
+    choosing = plan.topology in _WITH_NEXT_CHOICES
+    if choosing and not swaps:
+        heard = yield _next_choice(me, plan, members, slot, offer, swaps, spent_s)
+    answers = swaps or heard
+    if answers and all(swap.answer is Answer.AHEAD for swap in answers.values()):
+        later, theirs, waited_s, reason = yield from _fall_in(me, plan, members, slot, offer, answers)
+        remarks = (reason,)
+        if later != slot:
+            slot, swaps, spent_s, heard = later, theirs, waited_s, {}
+            weights = _row(plan, slot, members, me)
+    if choosing and swaps and not _received(swaps):
+        heard = yield _next_choice(me, plan, members, slot, offer, swaps, spent_s)
+    chosen = {peer: swap for peer, swap in heard.items() if swap.answer in _BEGAN}
+    if chosen:
         weights = {me: 0.5} | dict.fromkeys(chosen, 0.5)
-        remarks += (_next_choice_words(heard),) if heard else ()
+    if heard:
+        remarks += (_next_choice_words(heard),)
     received = _received(chosen or swaps)
+    weights = _agreed(weights, chosen or swaps, me)
     clips = [(peer, clip(phi, tensors, radius)) for peer, tensors in received.items() if radius < math.inf]
     mix = mixing.mix_received(phi, received, weights, me) if received else phi
     return _Once(mix, slot.round, {**swaps, **chosen}, clips, remarks)
@@ -225,36 +237,32 @@ def _mix_once(
 
 def _fall_in(
     me: PeerId, plan: Plan, members: Collection[PeerId], slot: Slot, offer: Offer, answers: Mapping[PeerId, Swap]
-) -> Trades[tuple[Slot, Mapping[PeerId, Swap], float, tuple[str, ...]]]:
+) -> Trades[tuple[Slot, Mapping[PeerId, Swap], float, str]]:
     """A peer whose partners are all in later rounds goes to theirs; see `gasloc.rounds.fall_in`.
 
     First to the round that they answered, where one may wait for us; then, as most will have begun the next one's
     local steps, to that. Where they take `_FAR_BEHIND` rounds or more while we take one, their next round is soon,
     seen from ours: it is waited for even where that takes longer than the grace.
     """
-    began, swaps, spent_s = slot.round, answers, _waited_s(answers)
-    remarks: tuple[str, ...] = ()
+    began, swaps, spent_s, reason = slot.round, answers, _waited_s(answers), ""
     for _ in range(_MOST_ROUNDS_TRIED):
         missed = [swap for swap in swaps.values() if swap.answer in (Answer.AHEAD, Answer.PAIRED_ELSEWHERE)]
-        if len(missed) < len(swaps) or _received(swaps):
+        if not missed or len(missed) < len(swaps):
             break
         # those that answer from the very slot that was asked for will be seen in the next round
         ahead = [max(swap.their_round or 0, slot.round + (slot.round > began)) for swap in missed]
         round, reason = rounds.fall_in(began, ahead, plan.stale_rounds)
-        remarks = (reason,)
         if round <= slot.round:
             break
-        slot = replace(slot, round=round)
+        slot = _with_partners(plan, members, replace(slot, round=round), me)
         patience_s = max(plan.grace_s - spent_s, 0.0)
-        if round - began >= _FAR_BEHIND:
+        if slot.round - began >= _FAR_BEHIND:
             until_s = max((swap.next_slot_s for swap in missed if swap.next_slot_s is not None), default=0.0)
             patience_s += min(max(until_s, 0.0), _LONGEST_GRACES * plan.grace_s)
         weights = _row(plan, slot, members, me)
         swaps = yield WithAll(slot, _offers(weights, me, offer), timeout_s=patience_s)
         spent_s += _waited_s(swaps)
-        if not swaps:
-            break
-    return slot, swaps, spent_s, remarks
+    return slot, swaps, spent_s, reason
 
 
 def _next_choice(
@@ -289,8 +297,34 @@ def _row(plan: Plan, slot: Slot, members: Collection[PeerId], me: PeerId) -> dic
     return topology.row(plan.topology, round=slot.round, members=members, me=me, seed=plan.seed, mix=slot.mix)
 
 
+def _with_partners(plan: Plan, members: Collection[PeerId], slot: Slot, me: PeerId) -> Slot:
+    """This slot, or where we would rest in it the next round's or the one after it."""
+    later = [replace(slot, round=slot.round + more) for more in range(3)]
+    return next((one for one in later if len(_row(plan, one, members, me)) > 1), slot)
+
+
 def _offers(weights: Mapping[PeerId, float], me: PeerId, offer: Offer) -> dict[PeerId, Offer]:
-    return {peer: offer for peer, weight in weights.items() if peer != me and weight > 0}
+    """Each partner's offer. It is told the weight that it has in our row."""
+    return {
+        peer: replace(offer, note={**offer.note, _WEIGHT: weight})
+        for peer, weight in weights.items()
+        if peer != me and weight > 0
+    }
+
+
+def _agreed(weights: Mapping[PeerId, float], swaps: Mapping[PeerId, Swap], me: PeerId) -> dict[PeerId, float]:
+    """The row with each partner's weight no larger than the one that we have in its row.
+
+    From differing views the two may differ, as where one sees a ring of two and the other a ring of three. Both take
+    the smaller one, so the matrix stays symmetric, and keeps the mean. A weight can only be talked down.
+    """
+    agreed = {
+        peer: min(weight, max(swaps[peer].note.get(_WEIGHT, weight), 0.0)) if peer in swaps else weight
+        for peer, weight in weights.items()
+        if peer != me
+    }
+    kept = sum(weight - agreed[peer] for peer, weight in weights.items() if peer != me)
+    return {me: weights[me] + kept} | agreed  # to the bit the row itself, where nothing differs
 
 
 def _received(swaps: Mapping[PeerId, Swap]) -> dict[PeerId, Tensors]:

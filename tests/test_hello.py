@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from peers.errors import ProtocolError
 from peers.exchange import Answer, Slot
-from peers.hello import Hello, Place, Reply, dials, judge, whereabouts
+from peers.hello import Hello, Place, Reply, Stage, dials, judge, whereabouts
 from peers.wire import decode_json, encode_json
 
 words = st.text(st.characters(categories=["L", "N", "P", "Zs"], include_characters=" "), max_size=20).filter(
@@ -18,13 +18,14 @@ words = st.text(st.characters(categories=["L", "N", "P", "Zs"], include_characte
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 notes = st.dictionaries(words.filter(bool), numbers, max_size=16)
 slots = st.builds(Slot, st.integers(0, 2**40), st.integers(0, 100), words)
-hellos = st.builds(Hello, words, words, slots, st.floats(0, 86_400), notes, st.integers(0, 9))
+hellos = st.builds(Hello, words, words, slots, st.floats(0, 86_400), notes, st.integers(0, 9), st.booleans())
 replies = st.builds(
     Reply,
     st.sampled_from([Answer.ACCEPT, Answer.BEHIND, Answer.AHEAD, Answer.PAIRED_ELSEWHERE, Answer.BUSY, Answer.REFUSED]),
     words.map(str.strip).filter(bool),
     st.none() | st.integers(0, 2**40),
     notes,
+    st.none() | st.floats(0, 1e9),
 )
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | numbers | st.text(max_size=8),
@@ -142,3 +143,44 @@ def test_a_place_only_moves_on(path: list[Slot]) -> None:
             with pytest.raises(ValueError, match="comes before"):
                 place.reach(Slot(slot.round - 1, 99), 0.0)
             assert whereabouts(Slot(slot.round - 1, 99), place)[0] is Answer.AHEAD
+
+
+def test_one_that_is_left_over_is_answered_by_how_far_we_are_in_its_slot() -> None:
+    place = Place()
+
+    def ask(slot: Slot) -> Answer:
+        question = hello(slot=slot, left_over=True)
+        return judge(question, run="r", digest="d" * 64, place=place, waiting=True)[0]
+
+    assert ask(Slot(5)) is Answer.BEHIND
+    place.reach(Slot(5), 0.0)
+    for stage, answer in [
+        (Stage.WAITING, Answer.BEHIND),
+        (Stage.LEFT, Answer.BEHIND),
+        (Stage.OPEN, Answer.ACCEPT),
+        (Stage.ASKING, Answer.BUSY),
+        (Stage.TAKEN, Answer.PAIRED_ELSEWHERE),
+        (Stage.OVER, Answer.PAIRED_ELSEWHERE),
+    ]:
+        place.enter(Slot(5), stage)
+        assert ask(Slot(5)) is answer
+    assert ask(Slot(4)) is Answer.AHEAD
+    assert ask(Slot(6)) is Answer.BEHIND
+    place.reach(Slot(6), 1.0)
+    place.enter(Slot(5), Stage.OPEN)  # too late: it is passed
+    assert ask(Slot(5)) is Answer.AHEAD
+    assert judge(hello(slot=Slot(6), run="s", left_over=True), run="r", digest="d" * 64, place=place, waiting=True) == (
+        Answer.REFUSED,
+        "run 's' against 'r'",
+    )
+
+
+def test_the_next_round_is_foretold_by_the_last() -> None:
+    place = Place()
+    assert place.next_slot_s(0.0) is None
+    place.reach(Slot(3), 10.0)
+    assert place.next_slot_s(11.0) is None
+    place.reach(Slot(3, 1), 12.0)
+    place.reach(Slot(5), 30.0)  # two rounds in 20 s
+    assert place.next_slot_s(34.0) == pytest.approx(6.0)
+    assert place.next_slot_s(99.0) == 0.0

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gasloc.rounds import is_stale, next_round
+from gasloc.rounds import fall_in, is_stale, next_round
 
 ROUNDS = st.integers(0, 10_000)
 
@@ -78,3 +78,30 @@ def test_is_stale(mine: int, others: list[int], limit: int, stale: bool) -> None
 def test_limit_must_be_a_round_at_least() -> None:
     with pytest.raises(ValueError, match="stale_rounds is 0"):
         is_stale(3, [9], 0)
+
+
+@pytest.mark.parametrize(
+    ("mine", "partners", "expected", "word"),
+    [
+        (3, [], 3, "no partner said"),
+        (3, [3], 3, "not ahead"),
+        (3, [5], 5, "trading in theirs"),
+        (3, [5, 8], 5, "trading in theirs"),  # of two the one that is nearer
+        (3, [8], 8, "within 5"),
+        (3, [9], 3, "too old to mix"),
+        (3, [10**9], 3, "too old to mix"),
+    ],
+)
+def test_fall_in(mine: int, partners: list[int], expected: int, word: str) -> None:
+    found, reason = fall_in(mine, partners, 5)
+    assert found == expected
+    assert word in reason
+    assert "\n" not in reason
+
+
+@settings(deadline=None)
+@given(mine=ROUNDS, partners=st.lists(ROUNDS, max_size=8), limit=st.integers(1, 50))
+def test_nobody_falls_back_and_nobody_too_old_falls_in(mine: int, partners: list[int], limit: int) -> None:
+    found, _ = fall_in(mine, partners, limit)
+    assert mine <= found <= mine + limit
+    assert found == mine or found in partners
