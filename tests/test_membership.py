@@ -17,7 +17,7 @@ from peers.dht import Dht, key_bytes, now
 from peers.errors import DaemonError, ProtocolError
 from peers.exchange import PeerId
 from peers.identity import Identity
-from peers.membership import Member, Membership, MemberState, Status
+from peers.membership import Member, Membership, MemberState, Status, look_pause_s
 from peers.record import seal
 
 RUN = "tiny"
@@ -287,3 +287,8 @@ async def test_publishing_without_a_p2pd_says_so(tmp_path: Path) -> None:
     with pytest.raises(DaemonError):
         await membership.publish(TRAINING)
     await dht.close()
+
+
+@pytest.mark.parametrize(("members", "pause_s"), [(0, 1.0), (8, 1.0), (12, 1.5), (20, 2.5), (10_000, 2.5)])
+def test_large_runs_are_looked_at_less_often(members: int, pause_s: float) -> None:
+    assert look_pause_s(members, 1.0) == pause_s

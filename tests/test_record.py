@@ -205,3 +205,27 @@ def test_values_and_subkeys_are_read_as_hivemind_writes_them(data: bytes) -> Non
     judge.validate(stored(data))
     wrapped = "not bytes" in str(judge.rejected)
     assert not wrapped
+
+
+def test_a_record_that_was_checked_is_read_without_another_check_and_nothing_like_it_is() -> None:
+    judge = validator()
+    good = seal(MEMBER, KEY, ME)
+    first = judge.read(good, KEY, ME.peer_id, EXPIRES)
+    assert first == MEMBER
+    assert judge.read(good, KEY, ME.peer_id, EXPIRES) is first
+    for record, key, peer, expires in (
+        (good[:-1] + b" ", KEY, ME.peer_id, EXPIRES),
+        (good, key_bytes("elsewhere"), ME.peer_id, EXPIRES),
+        (good, KEY, OTHER.peer_id, EXPIRES),
+        (good, KEY, ME.peer_id, EXPIRES + 1),
+    ):
+        with pytest.raises(ProtocolError):
+            judge.read(record, key, peer, expires)
+
+
+def test_an_older_record_does_not_replace_a_newer_one() -> None:
+    judge = validator()
+    newer = seal(replace(MEMBER, expires=EXPIRES + 1), KEY, ME)
+    read = judge.read(newer, KEY, ME.peer_id, EXPIRES + 1)
+    assert judge.read(seal(MEMBER, KEY, ME), KEY, ME.peer_id, EXPIRES) == MEMBER
+    assert judge.read(newer, KEY, ME.peer_id, EXPIRES + 1) is read
