@@ -41,7 +41,8 @@ class Child:
             env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
             start_new_session=True,  # Ctrl-C is ours: it ends as its stdin does
         )
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def ask(self, request: Words) -> None:
         """Sends a request. Raises `RuntimeError` where it has ended."""
@@ -83,6 +84,13 @@ class Child:
                 total += times.user + times.system
         return total
 
+    def release(self) -> None:
+        """Once it has ended: waits for it and lets go of its output."""
+        self.process.wait()
+        self._reader.join(_END_S)
+        if self.process.stdout and not self._reader.is_alive():
+            self.process.stdout.close()
+
     def _read(self) -> None:
         assert self.process.stdout
         for line in self.process.stdout:
@@ -121,7 +129,7 @@ class Nursery:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         for child in self.children:
-            child.process.wait()
+            child.release()
 
 
 @contextlib.contextmanager

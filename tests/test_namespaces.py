@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from peers.address import Reach, reach
@@ -199,3 +200,37 @@ def test_a_cut_lets_nothing_across_until_it_is_healed(three: Lan) -> None:
         three.heal()
         assert reaches(2, 1)
         process.kill()
+
+
+def test_a_link_has_the_width_that_it_is_given(three: Lan) -> None:
+    for mbit_per_s in (16, 8):
+        three.shape(1, mbit_per_s)
+        shown = subprocess.run(
+            [*three.inside(1), "tc", "qdisc", "show", "dev", "eth0"], capture_output=True, text=True, check=True
+        )
+        assert "qdisc tbf" in shown.stdout
+        assert f"rate {mbit_per_s}Mbit" in shown.stdout
+
+
+def test_namespaces_of_a_killed_process_are_swept_with_what_runs_inside() -> None:
+    script = """
+import signal, subprocess
+from benchmarks.namespaces import Lan
+with Lan(1) as made:
+    inside = subprocess.Popen([*made.inside(1), "sleep", "600"], start_new_session=True)
+    print(made.inside(1)[-1], inside.pid, flush=True)
+    signal.pause()
+"""
+    with lan(1):
+        pass  # or the test is skipped
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as killed:
+        assert killed.stdout is not None
+        name, pid = killed.stdout.readline().split()
+        killed.kill()
+        killed.wait(30)
+        listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+        assert name in listed
+        with lan(1):
+            listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+            assert name not in listed
+            assert not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
