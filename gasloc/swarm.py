@@ -125,6 +125,8 @@ class Swarm:
         self._round_started = time.monotonic()
         self._earned = 0
         """The round that our parameters belong to: a jump to the others' round does not make them newer."""
+        self._stale = False
+        """We are too far behind to mix, and nobody could give us the swarm's state yet."""
         self._heard: dict[PeerId, int] = {}
         """The rounds that partners answered last."""
         self._partners: tuple[PeerId, ...] = ()
@@ -243,8 +245,11 @@ class Swarm:
     def members(self, round: int) -> set[PeerId]:
         """Those that may be paired in `round`, this peer included.
 
-        Two that cannot be dialled are not, unless relays carry both; `on_left_out` is told why.
+        Two that cannot be dialled are not, unless relays carry both; `on_left_out` is told why. Nobody is while we
+        are too far behind, and could not have the swarm's state yet: what is old is not averaged as new.
         """
+        if self._stale:
+            return {self.me}
         barred = self._offences.barred(time.monotonic())
         near = {
             peer: standing_of(member)
@@ -338,7 +343,7 @@ class Swarm:
         Raises what publishing the round before raised, such as `DaemonError` when p2pd has ended.
         """
         self._judge(result)
-        self._earned = result.round + 1
+        self._earned = (self._earned if self._stale else result.round) + 1
         now = time.monotonic()
         took_s = now - self._round_started if seconds is None else seconds
         step_s = max(took_s - result.exchange_s, 0.0) / result.local_steps
@@ -400,12 +405,14 @@ class Swarm:
 
         A learner also does where the syncer refused its report as too old.
 
-        Raises `NoDonorError` where nobody could give it; the replica is unchanged then.
+        Raises `NoDonorError` where nobody could give it; the replica is unchanged then, and mixes with nobody until
+        this succeeds, or the others are no longer so far ahead.
         """
         replica = self._replica
         assert replica is not None, "enter comes first"
         mine = min(replica.round, self._earned)
         stale, reason = rounds.is_stale(mine, self.others_rounds(), self.recipe.stale_rounds)
+        self._stale = stale
         refused = self._reporter.take_behind()
         if refused is not None:
             reason = refused
@@ -413,7 +420,7 @@ class Swarm:
             return None
         started = time.monotonic()
         size_bytes = self._download(replica)
-        self._earned = replica.round
+        self._earned, self._stale = replica.round, False
         self._status = replace(self._status, round=replica.round)
         self._send_status()
         members = len(self._peer.membership.members())

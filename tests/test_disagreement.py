@@ -12,12 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gasloc import rounds
+from gasloc.events import Round, Warned
 from gasloc.gossip import Exchanged, Plan, exchanging
+from gasloc.simulation.conditions import Conditions
 from gasloc.simulation.gossip import traded
+from gasloc.simulation.quadratic import QuadraticProblem
 from peers.exchange import Answer, Exchange, PeerId, Slot
 from peers.memory_exchange import MemoryExchange, MemoryHub
 from peers.pipes import PipeNetwork
 from peers.stream_exchange import StreamExchange
+from tests.simulations import play, tiny_recipe
 from tests.virtual_time import run
 
 GRACE_S = 10.0
@@ -305,3 +309,19 @@ def test_one_that_is_too_far_behind_does_not_mix_what_it_has() -> None:
     assert not exchanged.partners
     assert "6 rounds behind the partners, more than 5: too old to mix" in exchanged.remarks
     assert took_s == 0.0
+
+
+def test_a_simulated_peer_that_falls_too_far_behind_takes_the_swarms_state() -> None:
+    """It jumps to the others' round, but its parameters are as old as before: not to be mixed as if they were new."""
+    recipe = tiny_recipe(rounds=60, topology="2-peer", local_steps=3, stale_rounds=4, exchange={"grace_s": 0.5})
+    conditions = [*[Conditions()] * 3, Conditions(step_time_s=20.0)]
+    _, heard = play(recipe, QuadraticProblem(4), conditions)
+    slow = [event for who, _, event in heard if who == "worker-3"]
+    taken = [event.message for event in slow if isinstance(event, Warned)]
+    assert len(taken) == 3  # a round of its own takes twenty of the others': then these are done
+    assert all("taking the swarm's state" in message for message in taken)
+    rounds_of = [event for event in slow if isinstance(event, Round)]
+    assert all(event.next_round > event.round for event in rounds_of)
+    # the rate is the swarm's at that round, not that of so many steps of its own
+    by_round = {e.round: e.lr for who, _, e in heard if who == "worker-0" and isinstance(e, Round)}
+    assert all(event.lr == pytest.approx(by_round[event.round]) for event in rounds_of)

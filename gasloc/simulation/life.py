@@ -109,7 +109,7 @@ async def download(worker: Worker) -> int:
             except ConnectionError:
                 continue
             worker.rule.load(state)
-            worker.round = round
+            worker.round = worker.earned = round
             if world.lockstep and not await _fall_in(worker, donor):
                 continue
             return size_bytes
@@ -140,7 +140,7 @@ async def _fall_in(worker: Worker, donor: Worker) -> bool:
 async def catch_up(worker: Worker) -> None:
     """Takes the swarm's state where this worker fell more than the recipe's `stale_rounds` behind."""
     others = worker.world.others_rounds(worker)
-    stale, reason = rounds.is_stale(worker.round, others, worker.world.recipe.stale_rounds)
+    stale, reason = rounds.is_stale(min(worker.round, worker.earned), others, worker.world.recipe.stale_rounds)
     if stale and not worker.over:
         await download(worker)
         worker.emit(Warned(f"took the swarm's state at round {worker.round}: {reason}"))

@@ -68,6 +68,8 @@ class Worker:
         """Set for as long as the worker is up."""
         self._state = State.AWAY
         self.round = 0
+        self.earned = 0
+        """The round that its parameters belong to: a jump to the others' round does not make them newer."""
         self.rounds_ended = 0
         """In all, over failures."""
         self.tokens = 0
@@ -154,6 +156,7 @@ class Worker:
             pacing.smooth(self.pace.exchange_time_s, traffic.transfer_s if traffic.partners else math.nan),
         )
         ended = self.round
+        self.earned = ended + 1
         self.round, next_reason = rounds.next_round(ended, self.world.others_rounds(self))
         self.rounds_ended += 1
         seconds = asyncio.get_running_loop().time() - self._began_s
