@@ -3,9 +3,10 @@
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from peers.donor import STATE_PROTOCOL, RunCard, Snapshot
 from peers.download import Progress
 from peers.errors import NoDonorError
 from peers.manifest import CHUNK_BYTES, prepare
+from peers.membership import MemberState, Status
 from peers.meter import Meter
+from peers.node import Peer, PeerOptions
 from peers.pipes import Fault, FaultKind, PipeNetwork
 from peers.table import Entry, encode_table
 from peers.wire import Kind, Wire
@@ -503,3 +506,44 @@ def test_what_the_tests_assume() -> None:
     assert prepare(snapshot()).manifest.size_bytes == STATE_BYTES
     assert prepare(snapshot()).manifest.chunks == CHUNKS + 1
     assert snapshot().tensors["theta/w"].numel() == FLOATS
+
+
+async def test_over_p2pd_a_download_goes_on_when_one_of_two_equal_donors_dies(tmp_path: Path) -> None:
+    size_bytes = 16 * CHUNK_BYTES
+    state = {"weights": torch.arange(size_bytes // 4, dtype=torch.float32)}
+    async with AsyncExitStack() as stack:
+
+        async def start(name: str, *initial: str) -> Peer:
+            options = PeerOptions(
+                identity_path=tmp_path / f"{name}.key",
+                host="127.0.0.1",
+                initial_peers=initial,
+                serve_rate_bytes_per_s=4 * CHUNK_BYTES,  # so that it can die in the middle
+            )
+            peer = await Peer.start(options)
+            stack.push_async_callback(peer.close)
+            return peer
+
+        first = await start("first")
+        second = await start("second", first.addresses[0])
+        for peer in (first, second):
+            await peer.enter(CARD, lambda: Snapshot(4, {"note": "x"}, state))
+            await peer.membership.publish(Status(4, MemberState.TRAINING))
+        newcomer = await start("newcomer", first.addresses[0])
+        await newcomer.enter(CARD, lambda: None)
+        await newcomer.membership.publish(Status(0, MemberState.JOINING))
+        assert await newcomer.membership.wait_for(3, 20.0) == 3
+        seen = list[Progress]()
+
+        def watch(progress: Progress) -> None:
+            seen.append(progress)
+            if len(progress.donors) == 2:
+                second.abandon()
+
+        got = await newcomer.fetch_state(on_progress=watch)
+    assert (got.round, dict(got.meta)) == (4, {"note": "x"})
+    assert torch.equal(got.tensors["weights"], state["weights"])
+    assert "2 donors that hold the same" in seen[0].note
+    assert any(progress.note.startswith(second.peer_id) for progress in seen), "it died in the middle"
+    assert seen[-1].done_bytes == size_bytes
+    assert newcomer.meter.by_kind["state"].received_bytes < FRAMES * size_bytes + CHUNK_BYTES

@@ -31,11 +31,14 @@ from gasloc.recipe import Recipe
 from gasloc.swarm import read_card
 from peers.access import Access, GuardedTransport
 from peers.body import NoDigest, receive_table
-from peers.donor import CARD_PROTOCOL, Donor, RunCard, fetch_card
-from peers.errors import PeersError, ProtocolError
+from peers.donor import CARD_PROTOCOL, STATE_PROTOCOL, Donor, RunCard, fetch_card
+from peers.donor_streams import Newcomer, receive_manifest
+from peers.download import fetch_state
+from peers.errors import LayoutError, PeersError, ProtocolError
 from peers.exchange import Slot
 from peers.hello import Hello
 from peers.identity import Identity, peer_id_of
+from peers.manifest import CHUNK_BYTES, Snapshot, decode, prepare, read_entries
 from peers.pipes import PipeNetwork
 from peers.record import MAX_RECORD_BYTES, Member, MemberState, Status, seal, unseal
 from peers.wire import MAX_HEADER_BYTES, Kind, Wire, decode_json, encode_json
@@ -395,6 +398,84 @@ def test_cards_from_a_stranger() -> None:
         for _ in inputs[1:]:
             with contextlib.suppress(PeersError):
                 assert len((await fetch_card(dialler, B, timeout_s=1.0)).document) <= 1024 * 1024
+
+    asyncio.run(play())
+
+
+STATE = Snapshot(3, {"note": "x"}, {"b": torch.ones(2, 3), "w": torch.arange(4)})
+
+
+def test_manifests() -> None:
+    """Whole streams garbled; then headers and tables in frames whose checksums are right."""
+
+    async def play() -> None:
+        network = PipeNetwork()
+        made = prepare(STATE)
+        header = encode_json({"answer": "accept", "reason": "", "round": 3, "meta": {"note": "x"}})
+
+        def stream(header: bytes, table: bytes) -> bytes:
+            parts = frame(Kind.PROGRESS, b"{}"), frame(Kind.HEADER, header), frame(Kind.TABLE, table)
+            return b"".join((*parts, frame(Kind.BLOCK, made.manifest.hashes)))
+
+        good = stream(header, made.table)
+        inputs = [good, *mutations(good, INPUTS // 2)]
+        inputs += [stream(data, made.table) for data in mutations(header, INPUTS // 4)]
+        inputs += [stream(header, data) for data in mutations(made.table, INPUTS // 4)]
+        answers = iter(inputs)
+
+        async def answer(peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(next(answers))
+
+        await network.join(B).serve(STATE_PROTOCOL, answer)
+        newcomer = Newcomer(network.join(A), "r", "d", 5.0, 5.0, 2**20, ("",), None)
+        assert await receive_manifest(newcomer, B) == made.manifest
+        for _ in inputs[1:]:
+            with contextlib.suppress(PeersError):
+                taken = await receive_manifest(newcomer, B)
+                assert taken.size_bytes <= 2**20
+                assert taken.chunks == -(-taken.size_bytes // CHUNK_BYTES)
+
+    asyncio.run(play())
+
+
+@FORMS
+@given(json_values, json_values)
+def test_manifests_of_any_form(round: object, meta: object) -> None:
+    made = prepare(STATE)
+    with contextlib.suppress(ProtocolError):
+        decode({"round": round, "meta": meta}, made.table, made.manifest.entries, made.manifest.hashes)
+
+
+def test_a_table_of_petabytes_costs_nothing() -> None:
+    table = encode_json({"tensors": [["w", "float32", "float32", [2**47, 2**47]]]})
+    with at_most(64 * 1024), pytest.raises(LayoutError):
+        read_entries(table, limit_bytes=2**36, prefixes=("",))
+
+
+def test_a_request_for_chunks_of_any_form() -> None:
+    """Each is answered, refused or let go, and none takes the donor's place for good."""
+
+    async def play() -> None:
+        network = PipeNetwork()
+        served, dialler = network.join(B), network.join(A)
+        donor = Donor(served, CARD, lambda: STATE, max_downloads=1)
+        await donor.start()
+        found = await donor.shelf.newest()
+        assert not isinstance(found, tuple)
+        root = found.manifest.root
+        head = encode_json({"run": CARD.run, "digest": CARD.digest, "root": root})
+        ask = encode_json({"first": 0, "count": 1})
+        inputs = [*mutations(frame(Kind.HEADER, head) + frame(Kind.HEADER, ask), 1_000)]
+        inputs += [frame(Kind.HEADER, head) + frame(Kind.HEADER, data) for data in mutations(ask, 1_000)]
+        inputs += [frame(Kind.HEADER, data) + frame(Kind.HEADER, ask) for data in mutations(head, 500)]
+        for data in inputs:
+            _, writer = await dialler.dial(B, STATE_PROTOCOL, timeout_s=1.0)
+            writer.write(data)
+            writer.close()
+            async with asyncio.timeout(10):
+                await served.finished()
+        state = await fetch_state(dialler, [B], run=CARD.run, digest=CARD.digest)
+        assert torch.equal(state.tensors["b"], STATE.tensors["b"])
 
     asyncio.run(play())
 
