@@ -129,6 +129,52 @@ def test_both_get_what_the_other_sent_within_the_codecs_bound(codec: CodecName) 
     assert (to_a.bytes_sent, to_a.bytes_received) == (to_b.bytes_received, to_b.bytes_sent)
 
 
+def awkward() -> dict[str, torch.Tensor]:
+    """What codecs stumble over, each large enough to be quantized where its kind is at all."""
+    outlier = torch.full((40, 50), 1e-8)
+    outlier[7, 7] = 1e5
+    return {
+        "large": 1e5 + normal((40, 50), 0),
+        "tiny": 1e-8 * normal((40, 50), 1),
+        "constant": torch.full((40, 50), 0.1),
+        "zeros": torch.zeros(40, 50),
+        "outlier": outlier,
+        "turned": normal((50, 40), 2).t(),
+        "strided": normal((40, 100), 3)[:, ::2],
+        "bf16": normal((40, 50), 4).to(torch.bfloat16),
+        "scalar": torch.tensor(0.3),
+        "one": torch.full((1, 1), 0.3),
+        "gain": normal((2_000,), 5),
+        "empty": torch.empty(0, 50),
+    }
+
+
+RAW = ("bf16", "scalar", "one", "gain", "empty")
+AWKWARD_BOUNDS: dict[CodecName, tuple[float, float]] = {"fp16": (2.0**-11, 2.0**-25), "bf16": (2.0**-8, 2.0**-134)}
+
+
+@pytest.mark.parametrize("movement", [0.0, 1e-3])
+@pytest.mark.parametrize("codec", CODECS)
+def test_awkward_tensors_keep_the_codecs_bound(codec: CodecName, movement: float) -> None:
+    origin = awkward()
+    ours, theirs = (
+        {name: tensor * (1 + movement * number) for name, tensor in origin.items()} for number in (1.0, 1.5)
+    )
+    to_a, to_b = run(trade(codec, Offer(ours, start=origin), Offer(theirs, start=origin)))
+    for swap, sent, own in ((to_a, theirs, ours), (to_b, ours, theirs)):
+        got = tensors_of(swap)
+        assert layout_of(got) == layout_of(sent)
+        for name, tensor in sent.items():
+            apart = (in_blocks(got[name]) - in_blocks(tensor)).abs()
+            if codec in AWKWARD_BOUNDS and tensor.dtype is torch.float32:
+                relative, absolute = AWKWARD_BOUNDS[codec]
+                assert bool((apart <= (relative * in_blocks(tensor).abs()).clamp(min=absolute)).all()), name
+            elif codec in QUANTIZED and name not in RAW and not (codec in MODULAR and movement == 0):
+                assert bool((apart.amax(1) <= limit(codec, name, sent, own, origin)).all()), name
+            else:
+                assert torch.equal(got[name], tensor), name
+
+
 @pytest.mark.parametrize("kind", ["memory", "pipes", "libp2p"])
 @pytest.mark.parametrize("codec", QUANTIZED)
 def test_the_contract_holds_within_the_codecs_bound(kind: str, codec: CodecName, tmp_path: Path) -> None:
