@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -132,6 +133,10 @@ class Round:
     """Partners that were clipped."""
     rolled_back: int = 0
     """How often this peer put its own state back, since it was not finite."""
+    waited_s: float = 0.0
+    """Of `exchange_s`, what training could not hide."""
+    overlap_steps: int = 0
+    """The most local steps that were taken between sending and taking the outcome; 0: training waited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,8 +275,8 @@ def as_line(event: Event, now: float) -> str:
 class EventLog:
     """Appends events to a file, a line at a time, and passes them on to listeners.
 
-    Used from one thread. A line is flushed as it is written, so a reader sees whole lines and a killed
-    process loses none that it reported.
+    Events may come from several threads, one at a time. A line is flushed as it is written, so a reader sees whole
+    lines and a killed process loses none that it reported.
     """
 
     def __init__(self, path: Path | None, *, echo: TextIO | None = None) -> None:
@@ -284,6 +289,7 @@ class EventLog:
         """Why the file takes no lines now, as told."""
         self._echo = echo
         self._listeners: list[Listener] = []
+        self._lock = threading.RLock()
         if path is not None:
             try:
                 self._torn = _ends_within_a_line(path)
@@ -301,13 +307,14 @@ class EventLog:
         A file that takes no more, as on a full disk, is a warning to those who listen, once for each reason; the
         events after it are written where that works again. A listener whose terminal is gone is not called again.
         """
-        line = as_line(event, time.time()) + "\n"
-        trouble = self._write_file(line)
-        self._pass_on(event, line)
-        if trouble and trouble != self._trouble:
-            warning = Warned(f"events are not written to '{self._path}': {trouble}; all else goes on")
-            self._pass_on(warning, as_line(warning, time.time()) + "\n")
-        self._trouble = trouble
+        with self._lock:
+            line = as_line(event, time.time()) + "\n"
+            trouble = self._write_file(line)
+            self._pass_on(event, line)
+            if trouble and trouble != self._trouble:
+                warning = Warned(f"events are not written to '{self._path}': {trouble}; all else goes on")
+                self._pass_on(warning, as_line(warning, time.time()) + "\n")
+            self._trouble = trouble
 
     def _write_file(self, line: str) -> str:
         """Why the line was not written, or not whole; empty where it was."""

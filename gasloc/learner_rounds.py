@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -27,6 +28,7 @@ class LearnerRounds:
         progress: Progress,
         *,
         blocking: bool,
+        on_round: Callable[[RoundResult], None],
     ) -> None:
         """`blocking`: waits for each merge, the reference in tests."""
         self._learner = learner
@@ -36,17 +38,17 @@ class LearnerRounds:
         self._rollback = rollback
         self._progress = progress
         self._blocking = blocking
+        self._on_round = on_round
         self._exchange_s = 0.0
         rollback.before = learner.forget
 
-    @torch.no_grad()
-    def after_step(self) -> RoundResult | None:
-        """Takes what came, reports what is due; the round's result after its last step."""
+    def after_step(self) -> None:
+        """Takes what came, reports what is due; tells the round's result after its last step."""
         self._learner.count_step(self._progress.step_tokens)
         self._take_merges()
-        due = self._progress.due(len(self._state.parts))
+        due = self._progress.take_due(len(self._state.parts))
         if not due:
-            return None
+            return
         phi = self._rollback.phi(name for index in due for name in self._state.parts[index].names)
         for index in due:
             self._learner.report(index, phi, self._progress.round)
@@ -55,7 +57,8 @@ class LearnerRounds:
             self._learner.wait(math.inf)
             self._exchange_s += time.perf_counter() - started
             self._take_merges()
-        return self._end_round() if LAST in due else None
+        if LAST in due:
+            self._on_round(self._end_round())
 
     def settle(self, timeout_s: float) -> None:
         """Has the syncer merge all that is left, and takes it: waits twice `timeout_s` at most."""
@@ -69,6 +72,12 @@ class LearnerRounds:
                 learner.report(index, phi, max(self._progress.round - 1, 0))
             learner.wait(timeout_s)
             self._take_merges()
+
+    def take_outcomes(self) -> None:
+        """Nothing: merges that are under way are taken as they come, and tokens that they miss count again."""
+
+    def drop(self) -> None:
+        """Nothing: what is under way is dropped when other versions are loaded."""
 
     def restart(self) -> None:
         """After fresh state was taken: the round begins anew."""
@@ -102,6 +111,7 @@ class LearnerRounds:
             reason=outcome.reason + words(reasons),
             distance=outcome.distance,
             exchange_s=self._exchange_s,
+            waited_s=self._exchange_s,
             bytes_sent=sum(swap.bytes_sent for swap in outcome.swaps.values()),
             bytes_received=sum(swap.bytes_received for swap in outcome.swaps.values()),
             next_round=next_round,

@@ -73,8 +73,10 @@ class Offences:
 
     def barred(self, now: float) -> set[PeerId]:
         """The peers that are set aside now."""
-        return {peer for peer, known in self._standing.items() if known.until > now}
+        # a list first: trades may be made on another thread
+        return {peer for peer, known in list(self._standing.items()) if known.until > now}
 
     def standing(self) -> dict[PeerId, SetAside]:
         """Everything that is held against anybody, those set aside and those that only have a count."""
-        return {peer: SetAside(known.until, known.count, known.reason) for peer, known in self._standing.items()}
+        standing = list(self._standing.items())
+        return {peer: SetAside(known.until, known.count, known.reason) for peer, known in standing}

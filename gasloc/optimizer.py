@@ -29,6 +29,7 @@ from gasloc.gossip_rounds import GossipRounds
 from gasloc.learner import Learner, SyncerLink
 from gasloc.learner_rounds import LearnerRounds
 from gasloc.outer import MakeOptimizer
+from gasloc.overlap import Choice, Overlap
 from gasloc.progress import Progress
 from gasloc.radii import MixingRule, Radii
 from gasloc.replica import Replica, plain_name
@@ -96,12 +97,14 @@ class GaslocOptimizer(Optimizer):
         seed: int = 0,
         outer: MakeOptimizer | None = None,
         grace_s: float = 10.0,
+        overlap: Overlap = "off",
         overlap_steps: int = 2,
         step_tokens: float = 1.0,
         mixing: MixingRule = "clipped",
         on_round: Callable[[RoundResult], None] | None = None,
     ) -> None:
         progress = Progress(local_steps, step_tokens)
+        on_round = on_round or _unheard
         _check(topology, mixes, mixing)
         fragmentation.offsets(fragments, local_steps)
         super().__init__(inner.param_groups, inner.defaults)
@@ -111,7 +114,6 @@ class GaslocOptimizer(Optimizer):
         inner.register_load_state_dict_post_hook(self._share_groups)
 
         self._progress = progress
-        self._on_round = on_round
         self._replica = Replica(model)
         self._inner_parameters = _named_for(inner, model)
         anchor = self._replica.parameters()
@@ -123,7 +125,14 @@ class GaslocOptimizer(Optimizer):
         self._rounds: GossipRounds | LearnerRounds
         if link is not None and self._learner is not None:
             self._rounds = LearnerRounds(
-                self._learner, link, self._replica, self._state, self._rollback, progress, blocking=overlap_steps == 0
+                self._learner,
+                link,
+                self._replica,
+                self._state,
+                self._rollback,
+                progress,
+                blocking=overlap_steps == 0,
+                on_round=on_round,
             )
         else:
             self._rounds = GossipRounds(
@@ -135,6 +144,8 @@ class GaslocOptimizer(Optimizer):
                 self._rollback,
                 progress,
                 Radii(mixing, fragments),
+                Choice(overlap, local_steps, fragments),
+                on_round,
             )
 
     @property
@@ -180,9 +191,7 @@ class GaslocOptimizer(Optimizer):
         """
         loss = self.inner.step(closure) if closure is not None else self.inner.step()
         self._progress.local_step += 1
-        result = self._rounds.after_step()
-        if result is not None and self._on_round is not None:
-            self._on_round(result)
+        self._rounds.after_step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -203,9 +212,16 @@ class GaslocOptimizer(Optimizer):
     def settle(self, timeout_s: float) -> None:
         """As a learner, has the syncer merge all that is left, and takes it: waits twice `timeout_s` at most.
 
-        For the end of a run; does nothing in other topologies.
+        In other topologies, takes the outcome of every exchange that is under way. For the end of a run.
         """
         self._rounds.settle(timeout_s)
+
+    def take_outcomes(self) -> None:
+        """Takes the outcome of every exchange that is under way, which ends by itself in bounded time.
+
+        For a stop, or before the model is used apart from training: with overlap, training goes on meanwhile.
+        """
+        self._rounds.take_outcomes()
 
     def snapshot(self) -> tuple[int, dict[str, Tensor]]:
         """This round and its state, for a newcomer: `anchor/NAME`, `buffer/NAME`, `outer/KEY/NAME`.
@@ -221,6 +237,8 @@ class GaslocOptimizer(Optimizer):
         missing, unknown, not finite or of another shape or dtype; nothing was changed then. To be called
         from the training thread.
         """
+        self._state.check(tensors)
+        self._rounds.drop()
         self._state.load(round, tensors)
         self._progress.begin(round)
         self._rounds.restart()
@@ -237,6 +255,7 @@ class GaslocOptimizer(Optimizer):
             "meta": {
                 "round": self.round,
                 "local_step": self.local_step,
+                "anchor_round": self._state.round,
                 "inner": named_state.hyperparameters(self.inner, self._inner_parameters),
                 "outer": self._state.outer_hyperparameters(),
                 "learner": self._learner.counts() if self._learner else None,
@@ -251,19 +270,23 @@ class GaslocOptimizer(Optimizer):
         """
         meta, tensors = state_dict["meta"], state_dict["tensors"]
         shared = {name: tensor for name, tensor in tensors.items() if not name.startswith("inner/")}
-        self._state.check(shared, meta["outer"])
+        self._state.check(shared)
+        self._rounds.drop()
         named_state.load_hyperparameters(self.inner, self._inner_parameters, meta["inner"])
-        named_state.load_state_tensors(self.inner, self._inner_parameters, under("inner/", tensors))
-        round = int(meta["round"])
-        self._state.load(round, shared)
         self._state.load_outer_hyperparameters(meta["outer"])
+        named_state.load_state_tensors(self.inner, self._inner_parameters, under("inner/", tensors))
+        self._state.load(int(meta.get("anchor_round", meta["round"])), shared)
         if self._learner is not None:
             self._learner.load_counts(meta["learner"])
-        self._progress.round, self._progress.local_step = round, int(meta["local_step"])
+        self._progress.resume(int(meta["round"]), int(meta["local_step"]), len(self._state.parts))
 
     def _share_groups(self, inner: Optimizer) -> None:
         self.param_groups = inner.param_groups
         self.state = inner.state
+
+
+def _unheard(result: RoundResult) -> None:
+    """For those who do not listen to rounds."""
 
 
 def _check(topology: str, mixes: int, mixing: str) -> None:

@@ -62,6 +62,10 @@ class Replica:
         buffers = self._present_buffers().items()
         return phi | {name: _wide(b).to("cpu") for name, b in buffers if names is None or name in names}
 
+    def shown(self, name: str, value: Tensor) -> Tensor:
+        """A parameter's value as the model holds it: rounded to its precision. The same tensor where it is the same."""
+        return value.to(self._parameters[name].dtype).to(value.dtype)
+
     @torch.no_grad()
     def assign(self, parameters: Tensors, buffers: Tensors) -> None:
         """Puts values, all or some, into the model in place: ties, views and an optimizer's references hold."""

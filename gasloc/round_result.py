@@ -24,6 +24,7 @@ class RoundResult:
     distance: float | None
     """||mix - phi|| / ||phi||: how far mixing moved this peer; None where nobody mixed."""
     exchange_s: float
+    """Seconds from sending to the outcome, over all of the round's exchanges."""
     bytes_sent: int
     bytes_received: int
     next_round: int
@@ -36,6 +37,13 @@ class RoundResult:
     """Those that were clipped, with their largest excess."""
     rolled_back: int = 0
     """How often this peer put its own state back, since it was not finite."""
+
+    waited_s: float = 0.0
+    """What of `exchange_s` training stood still for: all of it, or what an overlap could not hide."""
+    overlap_steps: int = 0
+    """The most local steps that were taken between sending and taking the outcome (tau); 0: training waited."""
+    overlap_reason: str = ""
+    """Why training waited or did not, in the last exchange; see `gasloc.overlap`."""
 
     @property
     def tried(self) -> bool:

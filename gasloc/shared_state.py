@@ -64,12 +64,9 @@ class SharedState:
 
     @torch.no_grad()
     def load(self, round: int, tensors: Tensors) -> None:
-        """Takes over what `tensors` gave, at `round`.
-
-        Raises `ModelError` that names the first tensor that is missing, unknown, not finite or of another shape or
-        dtype; nothing was changed then.
-        """
-        anchor, buffers, outer = self._checked(tensors)
+        """Takes over `tensors`, which were checked, as the start of `round`. Raises `ModelError` for an outer state
+        of another optimizer; nothing was changed then."""
+        anchor, buffers, outer = (under(f"{kind}/", tensors) for kind in ("anchor", "buffer", "outer"))
         with self.lock:
             self._load_outer(outer)
             for name, tensor in self.anchor.items():
@@ -82,27 +79,22 @@ class SharedState:
         return [named_state.hyperparameters(part.outer.optimizer, self.anchor) for part in self.parts]
 
     def load_outer_hyperparameters(self, values: Sequence[Sequence[Mapping[str, object]]]) -> None:
-        """Takes over what `outer_hyperparameters` gave. Raises `ModelError` for other parameter groups."""
+        """Takes over what `outer_hyperparameters` gave. Raises `ModelError` for another number of fragments."""
+        if len(values) != len(self.parts):
+            raise ModelError(f"the state was saved in {len(values)} fragments, not {len(self.parts)}")
         for part, groups in zip(self.parts, values, strict=True):
             named_state.load_hyperparameters(part.outer.optimizer, self.anchor, groups)
 
-    def check(self, tensors: Tensors, outer_hyperparameters: Sequence[Sequence[Mapping[str, object]]]) -> None:
-        """Raises `ModelError`, with nothing changed, for tensors that do not fit or another number of fragments."""
-        self._checked(tensors)
-        if len(outer_hyperparameters) != len(self.parts):
-            raise ModelError(f"the state was saved in {len(outer_hyperparameters)} fragments, not {len(self.parts)}")
-
-    def _checked(self, tensors: Tensors) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-        """Anchor, buffers and outer state out of a snapshot, each tensor of the right name, shape and dtype."""
-        anchor, buffers, outer = (under(f"{kind}/", tensors) for kind in ("anchor", "buffer", "outer"))
-        _check_layout("anchor", self.anchor, anchor)
-        _check_layout("buffer", self.buffers, buffers)
+    def check(self, tensors: Tensors) -> None:
+        """Raises `ModelError` that names the first tensor that is missing, unknown, not finite or of another shape or
+        dtype."""
+        _check_layout("anchor", self.anchor, under("anchor/", tensors))
+        _check_layout("buffer", self.buffers, under("buffer/", tensors))
         for name in sorted(tensors):
             if not name.startswith(("anchor/", "buffer/", "outer/")):
                 raise ModelError(f"'{name}' is no part of this state")
             if not name.startswith("buffer/") and not torch.isfinite(tensors[name]).all():
                 raise ModelError(f"'{name}' is not finite")
-        return anchor, buffers, outer
 
     def _load_outer(self, tensors: Tensors) -> None:
         """Each fragment's outer state, or none of it. Raises `ModelError`."""

@@ -21,7 +21,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 from torch import Tensor
 
-from gasloc import entry, pacing, rounds
+from gasloc import entry, overlap, pacing, rounds
 from gasloc.delivery import Reporter
 from gasloc.entry import Source
 from gasloc.errors import GaslocError, RunError
@@ -90,7 +90,8 @@ class Entry:
 class Swarm:
     """One peer's place in a run; the `Network` of a `GaslocOptimizer`, and a learner's `SyncerLink`.
 
-    Every call is made from the training thread and blocks it. When `stop` is set, a call that waits gives up at
+    Every call is made from the training thread and blocks it; `swap` and `swap_any` may be made from another, one at
+    a time. When `stop` is set, a call that waits gives up at
     once: `swap` answers `stopped`, the others raise `concurrent.futures.CancelledError`.
 
     Members that count for pairing have this run's recipe, are training or waiting, and are at most
@@ -346,7 +347,7 @@ class Swarm:
         self._earned = (self._earned if self._stale else result.round) + 1
         now = time.monotonic()
         took_s = now - self._round_started if seconds is None else seconds
-        step_s = max(took_s - result.exchange_s, 0.0) / result.local_steps
+        step_s = max(took_s - result.waited_s, 0.0) / result.local_steps
         self._round_started = now
         if result.partners:
             self._partners = result.partners
@@ -354,7 +355,9 @@ class Swarm:
             round=result.next_round,
             state=MemberState.TRAINING,
             step_time_s=pacing.smooth(self._status.step_time_s, step_s),
-            exchange_time_s=pacing.smooth(self._status.exchange_time_s, self._transfer_s(result)),
+            exchange_time_s=pacing.smooth(
+                self._status.exchange_time_s, overlap.unhidden_s(self._transfer_s(result), result.waited_s)
+            ),
             tokens=tokens,
             local_steps=result.local_steps,
             loss=loss,

@@ -7,27 +7,35 @@ import asyncio
 import math
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from gasloc import clipping, fragments, mixing
 from gasloc.all_reduce import T, Trades, WithAny
 from gasloc.gossip import Exchanged, Plan, exchanging
+from gasloc.simulation.flights import Flights
 from gasloc.simulation.life import catch_up
 from gasloc.simulation.rules import Gasloc
-from gasloc.simulation.worker import Worker
+from gasloc.simulation.worker import Traffic, Worker
 from peers.exchange import Exchange, Slot, Tensors
 
 
 async def gossip(worker: Worker) -> None:
     """Rounds of local steps, mixes and outer steps until the recipe's last."""
-    while not worker.over:
-        count = worker.begin_round()
-        done = 0
-        for step, parts in schedule(worker, count):
-            await worker.train(step - done)
-            done = step
-            turn = (parts[0] - 1) % len(worker.world.parts)
-            await _mix(worker, parts, turn)
-        worker.end_round()
-        await catch_up(worker)
+    flights = Flights(worker)
+    try:
+        while not worker.over:
+            count = worker.begin_round()
+            done = 0
+            for step, parts in schedule(worker, count):
+                await flights.train(step - done)
+                done = step
+                await _mix(worker, flights, parts)
+            flights.report(worker.end_round())
+            if await catch_up(worker):
+                await flights.drop()
+        await flights.settle()
+    finally:
+        flights.stop()
 
 
 def schedule(worker: Worker, count: int) -> list[tuple[int, list[int]]]:
@@ -40,37 +48,81 @@ def schedule(worker: Worker, count: int) -> list[tuple[int, list[int]]]:
     return [(step, indices) for step, indices in due if indices]
 
 
-async def _mix(worker: Worker, parts: Sequence[int], turn: int) -> None:
-    """Exchanges fragments together, and takes the outer step on each."""
-    world = worker.world
+async def _mix(worker: Worker, flights: Flights, parts: Sequence[int]) -> None:
+    """Exchanges fragments together, and takes the outer step on each; or begins to, while training goes on."""
+    slot = Slot(worker.round, (parts[0] - 1) % len(worker.world.parts))
+    traffic, bound = worker.traffic, flights.bound()
+    if bound:
+        await flights.make_room(parts)
+    else:
+        await flights.settle()
     sent = [worker.rule.sent(part) for part in parts]
+    if bound:  # a copy: training goes on
+        sent = [{name: tensor.clone() for name, tensor in part.items()} for part in sent]
     phi = {name: tensor for part in sent for name, tensor in part.items()}
-    slot = Slot(worker.round, turn)
-    radius = _radius(worker, tuple(parts), phi)
-    exchanged = await exchange(worker, phi, slot, graph=world.graph, mixes=world.recipe.mixes, radius=radius)
-    known = worker.histories.get(tuple(parts), ())
-    worker.histories[tuple(parts)] = clipping.remembered(known, [clip for _, clip in exchanged.clips])
-    if exchanged.mixes_done:
-        worker.traffic.distances.append(mixing.distance(phi, exchanged.mix))
+    start = _start(worker, parts)
+    radius = _radius(worker, tuple(parts), phi, start)
+    work = _exchange(worker, flights, tuple(parts), phi, slot, traffic, radius, start)
+    if bound:
+        flights.begin(parts, sent, work, traffic, bound)
+        return
+    began_s = asyncio.get_running_loop().time()
+    exchanged = await work
+    traffic.waited_s += asyncio.get_running_loop().time() - began_s
     for part, tensors in zip(parts, sent, strict=True):
         worker.rule.take(part, {name: exchanged.mix[name] for name in tensors})
 
 
-def _radius(worker: Worker, parts: tuple[int, ...], phi: Tensors) -> float:
+async def _exchange(
+    worker: Worker,
+    flights: Flights,
+    parts: tuple[int, ...],
+    phi: dict[str, Tensor],
+    slot: Slot,
+    traffic: Traffic,
+    radius: float,
+    start: Tensors | None,
+) -> Exchanged:
+    """One exchange of fragments together, and what is remembered of it."""
+    began_s = asyncio.get_running_loop().time()
+    graph, mixes = worker.world.graph, worker.world.recipe.mixes
+    exchanged = await exchange(worker, phi, slot, traffic, graph=graph, mixes=mixes, radius=radius, start=start)
+    flights.measure(exchanged, asyncio.get_running_loop().time() - began_s)
+    known = worker.histories.get(parts, ())
+    worker.histories[parts] = clipping.remembered(known, [clip for _, clip in exchanged.clips])
+    if exchanged.mixes_done:
+        traffic.distances.append(mixing.distance(phi, exchanged.mix))
+    return exchanged
+
+
+def _start(worker: Worker, parts: Sequence[int]) -> Tensors | None:
+    """What the fragments were at the round's start; None under rules that keep no such thing."""
+    if not isinstance(worker.rule, Gasloc):
+        return None
+    return {name: tensor for part in parts for name, tensor in worker.rule.start(part).items()}
+
+
+def _radius(worker: Worker, parts: tuple[int, ...], phi: Tensors, start: Tensors | None) -> float:
     """As `gasloc.optimizer` chooses it; infinite for the other rules, which take the plain average."""
-    rule = worker.rule
-    if worker.world.recipe.exchange.mixing == "average" or not isinstance(rule, Gasloc):
+    if worker.world.recipe.exchange.mixing == "average" or start is None:
         return math.inf
-    start = {name: tensor for part in parts for name, tensor in rule.start(part).items()}
     allowance = clipping.pace_allowance(worker.steps_of_round, worker.world.recipe.local_steps)
     value, _ = clipping.radius(worker.histories.get(parts, ()), clipping.apart(start, phi) * allowance)
     return value
 
 
 async def exchange(
-    worker: Worker, phi: Tensors, slot: Slot, *, graph: str, mixes: int = 1, radius: float = math.inf
+    worker: Worker,
+    phi: Tensors,
+    slot: Slot,
+    traffic: Traffic,
+    *,
+    graph: str,
+    mixes: int = 1,
+    radius: float = math.inf,
+    start: Tensors | None = None,
 ) -> Exchanged:
-    """One exchange with those in sight, counted in the worker's traffic."""
+    """One exchange with those in sight, counted in `traffic`; for `start` see `gasloc.gossip.exchanging`."""
     recipe = worker.world.recipe
     most_behind = 0 if worker.world.lockstep else recipe.stale_rounds
     plan = Plan(graph, recipe.seed, mixes, recipe.exchange.grace_s, most_behind)
@@ -85,14 +137,15 @@ async def exchange(
         members=members,
         note={"local_steps": float(worker.steps_of_round)},
         radius=radius,
+        start=start,
     )
     exchanged = await traded(worker.exchange, trades, timeout_s=plan.grace_s)
-    if exchanged.round > slot.round:
-        worker.round = max(worker.round, exchanged.round)
-    worker.traffic.exchange_s += loop.time() - began_s
-    worker.traffic.add(exchanged.swaps)
-    worker.traffic.clips += exchanged.clips
-    worker.traffic.partners |= dict.fromkeys(exchanged.partners)
+    if exchanged.round > slot.round:  # one further where we trained on: no round is exchanged twice
+        worker.round = max(worker.round, exchanged.round + (worker.round > slot.round))
+    traffic.exchange_s += loop.time() - began_s
+    traffic.add(exchanged.swaps)
+    traffic.clips += exchanged.clips
+    traffic.partners |= dict.fromkeys(exchanged.partners)
     return exchanged
 
 

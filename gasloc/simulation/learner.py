@@ -106,7 +106,7 @@ class _Learner:
             last = step == count and worker.round + 1 >= world.recipe.rounds
             if step in due and (self._blocking or last):
                 await self._wait()
-        worker.end_round()
+        worker.report(worker.end_round())
 
     def stop(self) -> None:
         """Ends what is on its way to the syncer."""
@@ -153,6 +153,7 @@ class _Learner:
                 break
             await self._apply()
         worker.traffic.exchange_s += loop.time() - began_s
+        worker.traffic.waited_s = worker.traffic.exchange_s
 
     async def _apply(self) -> None:
         """Applies what has come; takes a donor's state where the syncer found ours too old."""

@@ -62,7 +62,7 @@ async def _work(worker: Worker, algorithm: Algorithm) -> None:
         await _enter(worker)
         worker.state = State.TRAINING
         if worker.trainee.step == 0:
-            worker.evaluate()
+            worker.evaluate(worker.round)
         await algorithm(worker)
         worker.state = State.FINISHED
         worker.end_waits(None)
@@ -137,10 +137,12 @@ async def _fall_in(worker: Worker, donor: Worker) -> bool:
     return True
 
 
-async def catch_up(worker: Worker) -> None:
-    """Takes the swarm's state where this worker fell more than the recipe's `stale_rounds` behind."""
+async def catch_up(worker: Worker) -> bool:
+    """Takes the swarm's state where this worker fell more than the recipe's `stale_rounds` behind; whether it did."""
     others = worker.world.others_rounds(worker)
     stale, reason = rounds.is_stale(min(worker.round, worker.earned), others, worker.world.recipe.stale_rounds)
     if stale and not worker.over:
         await download(worker)
         worker.emit(Warned(f"took the swarm's state at round {worker.round}: {reason}"))
+        return True
+    return False

@@ -29,7 +29,7 @@ async def ddp(worker: Worker) -> None:
             raise
         worker.count(1, compute.finish(asked))
         gradient = {name: tensor.clone() for name, tensor in compute.gradient(worker.peer).items()}
-        exchanged = await exchange(worker, gradient, Slot(worker.round, index), graph="all-to-all")
+        exchanged = await exchange(worker, gradient, Slot(worker.round, index), worker.traffic, graph="all-to-all")
         compute.update(worker.peer, exchanged.mix)
 
     await _steps(worker, step)
@@ -44,7 +44,9 @@ async def dadam(worker: Worker) -> None:
 
     async def step(index: int) -> None:
         before = {name: tensor.clone() for name, tensor in parameters.items()}
-        trading = asyncio.ensure_future(exchange(worker, before, Slot(worker.round, index), graph=worker.world.graph))
+        trading = asyncio.ensure_future(
+            exchange(worker, before, Slot(worker.round, index), worker.traffic, graph=worker.world.graph)
+        )
         try:
             await worker.train(1)
             exchanged = await trading
@@ -63,7 +65,7 @@ async def _steps(worker: Worker, step: Callable[[int], Awaitable[None]]) -> None
             worker.end_waits(None)
             await step(index)
         worker.trainee.local_step = 0
-        worker.end_round()
+        worker.report(worker.end_round())
 
 
 class Lockstep:

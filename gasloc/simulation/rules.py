@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gasloc import baselines, published
+from gasloc import baselines, overlap, published
 from gasloc.outer import MakeOptimizer, OuterStep
 from peers.exchange import Tensors
 
@@ -56,6 +56,12 @@ class Gasloc:
     def take(self, part: int, mix: Tensors) -> None:
         self._steps[part].step(mix)
         assign(self._parameters, self._anchors[part])
+
+    def take_late(self, part: int, mix: Tensors, sent: dict[str, Tensor]) -> None:
+        """As `take`, but keeps the progress since `sent`, a copy, was made; its memory is used up."""
+        self._steps[part].step(mix)
+        overlap.keep_progress(self._anchors[part], self._parameters, sent)
+        assign(self._parameters, sent)
 
     def state(self) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}

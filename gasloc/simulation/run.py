@@ -35,6 +35,8 @@ class Variant:
     """Each fragment at its own step of the round, or all at its end."""
     graph: str | None = None
     """The graph of `dadam` and `local-dadam`; None: the ring."""
+    landing_steps: int | None = None
+    """For studies: the outcome of every exchange is taken so many local steps late, however long it took."""
 
 
 DEFAULT = Variant()
@@ -87,6 +89,7 @@ class Simulation:
             staggered=variant.staggered,
             lockstep=method.lockstep,
             pacing=recipe.pacing and method.paced,
+            landing_steps=variant.landing_steps,
         )
         for peer, each in zip(peers, conditions, strict=True):
             rule = rule_of(recipe, self.world.compute, peer, parts)

@@ -32,7 +32,11 @@ class Traffic:
     bytes_sent: int = 0
     bytes_received: int = 0
     exchange_s: float = 0.0
-    """All that the worker's training stood still for."""
+    """From sending to the outcome."""
+    waited_s: float = 0.0
+    """Of that, for how long the worker's training stood still."""
+    overlap_steps: int = 0
+    """The most local steps between sending and taking the outcome."""
     transfer_s: float = 0.0
     """Without the wait for partners that were late."""
 
@@ -52,6 +56,18 @@ class Traffic:
         if not self.tried:
             return "nobody to mix with this round"
         return "; ".join([f"mixed with {len(self.partners)}", *self.failures])
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A round whose local steps are done; exchanges of it may still be under way."""
+
+    round: int
+    next_round: int
+    next_reason: str
+    traffic: Traffic
+    losses: list[tuple[int, float]]
+    seconds: float
 
 
 class Worker:
@@ -148,49 +164,53 @@ class Worker:
         self.losses.append((steps, loss))
         self.tokens += steps * self.world.problem.tokens_per_step
 
-    def end_round(self) -> None:
-        """Reports the round, moves on to the next and evaluates where one is due."""
-        recipe, traffic = self.world.recipe, self.traffic
-        self.pace = pacing.Pace(
-            self.conditions.step_time_s,
-            pacing.smooth(self.pace.exchange_time_s, traffic.transfer_s if traffic.partners else math.nan),
-        )
+    def end_round(self) -> "Ended":
+        """Moves on to the next round; returns what is to be reported of the one that ended."""
         ended = self.round
         self.earned = ended + 1
         self.round, next_reason = rounds.next_round(ended, self.world.others_rounds(self))
         self.rounds_ended += 1
         seconds = asyncio.get_running_loop().time() - self._began_s
-        count = sum(steps for steps, _ in self.losses)
-        last_step = ended * recipe.local_steps + min(count, recipe.local_steps) - 1
+        return Ended(ended, self.round, next_reason, self.traffic, self.losses, seconds)
+
+    def report(self, ended: "Ended") -> None:
+        """Reports a round whose exchanges have all come to an end, and evaluates where one is due."""
+        recipe, traffic = self.world.recipe, ended.traffic
+        unhidden_s = min(traffic.transfer_s, traffic.waited_s) if traffic.partners else math.nan
+        self.pace = pacing.Pace(self.conditions.step_time_s, pacing.smooth(self.pace.exchange_time_s, unhidden_s))
+        count = sum(steps for steps, _ in ended.losses)
+        last_step = ended.round * recipe.local_steps + min(count, recipe.local_steps) - 1
         self.emit(
             Round(
-                round=ended,
+                round=ended.round,
                 step=self.trainee.step,
-                loss=sum(steps * loss for steps, loss in self.losses) / count,
+                loss=sum(steps * loss for steps, loss in ended.losses) / count,
                 lr=learning_rate(last_step, recipe.inner, recipe.total_steps),
                 local_steps=count,
                 tokens=self.tokens,
-                tokens_per_s=count * self.world.problem.tokens_per_step / max(seconds, 1e-9),
+                tokens_per_s=count * self.world.problem.tokens_per_step / max(ended.seconds, 1e-9),
                 partners=tuple(traffic.partners),
                 mixed=bool(traffic.partners),
                 tried=traffic.tried,
                 reason=traffic.reason,
-                next_round=self.round,
-                next_reason=next_reason,
+                next_round=ended.next_round,
+                next_reason=ended.next_reason,
                 distance=sum(traffic.distances) / len(traffic.distances) if traffic.distances else None,
                 bytes_sent=traffic.bytes_sent,
                 bytes_received=traffic.bytes_received,
                 exchange_s=traffic.exchange_s,
-                seconds=seconds,
+                waited_s=traffic.waited_s,
+                overlap_steps=traffic.overlap_steps,
+                seconds=ended.seconds,
                 radius=traffic.clips[-1][1].radius if traffic.clips else None,
                 excess=max((clip.excess for _, clip in traffic.clips), default=None),
                 clipped=tuple(sorted({peer for peer, clip in traffic.clips if clip.shortened})),
             )
         )
-        if self.over or self.round % recipe.evaluation.every_rounds == 0:
-            self.evaluate()
+        if ended.next_round >= recipe.rounds or ended.next_round % recipe.evaluation.every_rounds == 0:
+            self.evaluate(ended.next_round)
 
-    def evaluate(self) -> None:
-        """Measures the loss on the held-out split; takes no virtual time."""
+    def evaluate(self, round: int) -> None:
+        """Measures the loss on the held-out split, with `round` rounds done; takes no virtual time."""
         loss = self.world.problem.validation_loss(self.trainee.parameters)
-        self.emit(Evaluation(round=self.round, step=self.trainee.step, validation_loss=loss, seconds=0.0))
+        self.emit(Evaluation(round=round, step=self.trainee.step, validation_loss=loss, seconds=0.0))

@@ -47,6 +47,8 @@ class World:
     """Workers trade at every step, so a newcomer has to begin a step with the others."""
     pacing: bool = False
     """Workers choose their local steps by `gasloc.pacing`."""
+    landing_steps: int | None = None
+    """Every outcome is taken exactly so many local steps after it was sent; None: as `gasloc.overlap` chooses."""
     workers: "list[Worker]" = field(default_factory=list)
     syncer: "Syncer | None" = None
     """Set where the recipe's topology is `syncer`."""
