@@ -26,6 +26,7 @@ from gasloc.events import (
 )
 from gasloc.optimizer import GaslocOptimizer, RoundResult
 from gasloc.outer import make_outer
+from gasloc.reasons import Reasons
 from gasloc.recipe import Recipe
 from gasloc.run_folder import write_whole
 from peers.errors import NoDonorError, PeersError
@@ -87,7 +88,6 @@ class Trainer:
             seed=recipe.seed,
             outer=make_outer(recipe.outer),
             grace_s=recipe.exchange.grace_s,
-            overlap=recipe.exchange.overlap,
             overlap_steps=recipe.syncer.overlap_steps,
             step_tokens=recipe.inner.batch_size * recipe.model.context_length,
             mixing=recipe.exchange.mixing,
@@ -108,6 +108,7 @@ class Trainer:
             swarm.on_set_aside = self._warn_of
         self._save_trouble = ""
         """Why the last checkpoint could not be written, as told."""
+        self._no_state = Reasons()
         self._rate = 0.0
         self._round_started = self._started = self._saved = time.monotonic()
 
@@ -128,15 +129,13 @@ class Trainer:
         if self._swarm is not None:
             self._swarm.train()
         try:
-            if self.optimizer.local_step == 0:
-                self._evaluate_if_due()
+            self._evaluate_if_due()
             while self.optimizer.round < self.recipe.rounds and not self._stop.is_set():
                 self._take_step()
                 if self._swarm is not None:
                     self._attend(self._swarm)
                 if time.monotonic() - self._saved > CHECKPOINT_INTERVAL_S:
                     self._save_if_possible()
-            self.optimizer.take_outcomes()
         except PeersError:
             self._save_if_possible()
             raise
@@ -187,7 +186,7 @@ class Trainer:
     def _end_round(self, result: RoundResult) -> None:
         now = time.monotonic()
         seconds = max(now - self._round_started, 1e-9)
-        loss = self._loss_sum / self._loss_count if self._loss_count else math.nan
+        loss = self._loss_sum / self._loss_count
         self._loss_sum, self._loss_count = 0.0, 0
         config = self.recipe
         round_tokens = result.local_steps * config.inner.batch_size * config.model.context_length
@@ -215,8 +214,6 @@ class Trainer:
                 excess=result.excess,
                 clipped=tuple(sorted(result.clipped)),
                 rolled_back=result.rolled_back,
-                waited_s=result.waited_s,
-                overlap_steps=result.overlap_steps,
             )
         )
         if self._swarm is not None and not self._stop.is_set():
@@ -246,8 +243,11 @@ class Trainer:
         try:
             entry = swarm.catch_up()
         except NoDonorError as error:
-            self._emit(Warned(f"too far behind the swarm, and its state cannot be had yet: {error}"))
+            why = f"too far behind the swarm to mix, and its state cannot be had yet: {error}"
+            if self._no_state.changed(why):
+                self._emit(Warned(why))
             return
+        self._no_state.changed("")
         if entry is not None:
             self._emit(Warned(f"took the swarm's state at round {entry.round}: {entry.reason}"))
 
@@ -258,10 +258,10 @@ class Trainer:
             self._emit(Paced(round=self.optimizer.round, local_steps=steps, reason=reason))
 
     def _evaluate_if_due(self) -> None:
-        """Once a round's outcomes are taken; a stop puts it off until the run is resumed."""
+        """At the start of a round; a stop puts it off until the run is resumed."""
         done, every = self.optimizer.round, self.recipe.evaluation.every_rounds
         due = done >= self.recipe.rounds or done % every == 0
-        if due and self._evaluated_round != done and not self._stop.is_set():
+        if due and self.optimizer.local_step == 0 and self._evaluated_round != done and not self._stop.is_set():
             self._evaluate()
             self._evaluated_round = done
 

@@ -23,6 +23,7 @@ from gasloc.events import (
     Stopped,
     Warned,
 )
+from gasloc.reasons import Reasons
 
 
 def bytes_in_words(size: float) -> str:
@@ -108,16 +109,15 @@ def _describe_round(event: Round) -> str:
 
 
 class _ReasonLog:
-    """Tells why rounds went unmixed, only when the reason changes."""
+    """Tells why rounds went unmixed, only when the kind of reason changes."""
 
     def __init__(self) -> None:
-        self._last = ""
+        self._reasons = Reasons()
 
     def changed(self, event: Round) -> str | None:
         reason = "" if event.mixed else event.reason
-        if reason == self._last:
+        if not self._reasons.changed(reason):
             return None
-        self._last = reason
         return f"trained this round alone: {reason}" if reason else "mixing again"
 
 
