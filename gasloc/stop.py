@@ -8,12 +8,15 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 EXIT_NOW = 130
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stop:
-    """Turns SIGINT and SIGTERM into an event, for a `with` block on the main thread.
+    """Turns SIGINT, SIGTERM and SIGHUP into an event, for a `with` block on the main thread.
 
-    The first signal sets `event`; the second calls `on_second` and ends the process at once with code 130.
+    The first signal sets `event`; the second calls `on_second` and ends the process at once with code 130. SIGHUP
+    only ever asks for an orderly end: as a terminal goes, both the system and the shell may send it. It is left alone
+    where it was ignored before us, as under `nohup`.
     """
 
     def __init__(self) -> None:
@@ -22,7 +25,9 @@ class Stop:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in SIGNALS:
+            if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue
             self._before[number] = signal.signal(number, self._handle)
         return self
 
@@ -45,6 +50,6 @@ class Stop:
             os._exit(EXIT_NOW)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.event.is_set():
+        if self.event.is_set() and number != signal.SIGHUP:
             self.exit_now()
         self.tell()
