@@ -88,6 +88,7 @@ class Trainer:
             seed=recipe.seed,
             outer=make_outer(recipe.outer),
             grace_s=recipe.exchange.grace_s,
+            overlap=recipe.exchange.overlap,
             overlap_steps=recipe.syncer.overlap_steps,
             step_tokens=recipe.inner.batch_size * recipe.model.context_length,
             mixing=recipe.exchange.mixing,
@@ -129,13 +130,15 @@ class Trainer:
         if self._swarm is not None:
             self._swarm.train()
         try:
-            self._evaluate_if_due()
+            if self.optimizer.local_step == 0:
+                self._evaluate_if_due()
             while self.optimizer.round < self.recipe.rounds and not self._stop.is_set():
                 self._take_step()
                 if self._swarm is not None:
                     self._attend(self._swarm)
                 if time.monotonic() - self._saved > CHECKPOINT_INTERVAL_S:
                     self._save_if_possible()
+            self.optimizer.take_outcomes()
         except PeersError:
             self._save_if_possible()
             raise
@@ -186,7 +189,7 @@ class Trainer:
     def _end_round(self, result: RoundResult) -> None:
         now = time.monotonic()
         seconds = max(now - self._round_started, 1e-9)
-        loss = self._loss_sum / self._loss_count
+        loss = self._loss_sum / self._loss_count if self._loss_count else math.nan
         self._loss_sum, self._loss_count = 0.0, 0
         config = self.recipe
         round_tokens = result.local_steps * config.inner.batch_size * config.model.context_length
@@ -214,6 +217,8 @@ class Trainer:
                 excess=result.excess,
                 clipped=tuple(sorted(result.clipped)),
                 rolled_back=result.rolled_back,
+                waited_s=result.waited_s,
+                overlap_steps=result.overlap_steps,
             )
         )
         if self._swarm is not None and not self._stop.is_set():
@@ -258,10 +263,10 @@ class Trainer:
             self._emit(Paced(round=self.optimizer.round, local_steps=steps, reason=reason))
 
     def _evaluate_if_due(self) -> None:
-        """At the start of a round; a stop puts it off until the run is resumed."""
+        """Once a round's outcomes are taken; a stop puts it off until the run is resumed."""
         done, every = self.optimizer.round, self.recipe.evaluation.every_rounds
         due = done >= self.recipe.rounds or done % every == 0
-        if due and self.optimizer.local_step == 0 and self._evaluated_round != done and not self._stop.is_set():
+        if due and self._evaluated_round != done and not self._stop.is_set():
             self._evaluate()
             self._evaluated_round = done
 
