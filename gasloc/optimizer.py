@@ -60,7 +60,8 @@ class GaslocOptimizer(Optimizer):
     model in float32.
 
     `network=None` trains alone: with an outer learning rate of 1 and no momentum as `inner` would, to rounding.
-    A partner that does not answer is left out; its weight goes to oneself. `on_round` is called on the
+    A partner that does not answer is left out; its weight goes to oneself. Where all partners are in a later round, by
+    `stale_rounds` at most, this peer mixes in theirs and goes on from there. `on_round` is called on the
     training thread after each round, with the model at the next round's start.
 
     `mixes` partners are drawn one after another in each exchange. With `fragments` above 1 the model is cut into
@@ -97,6 +98,7 @@ class GaslocOptimizer(Optimizer):
         seed: int = 0,
         outer: MakeOptimizer | None = None,
         grace_s: float = 10.0,
+        stale_rounds: int = 5,
         overlap: Overlap = "off",
         overlap_steps: int = 2,
         step_tokens: float = 1.0,
@@ -137,7 +139,7 @@ class GaslocOptimizer(Optimizer):
         else:
             self._rounds = GossipRounds(
                 _gossip_network(topology, network),
-                Plan(topology, seed, mixes, grace_s),
+                Plan(topology, seed, mixes, grace_s, stale_rounds),
                 inner,
                 self._replica,
                 self._state,

@@ -88,6 +88,7 @@ class Trainer:
             seed=recipe.seed,
             outer=make_outer(recipe.outer),
             grace_s=recipe.exchange.grace_s,
+            stale_rounds=recipe.stale_rounds,
             overlap=recipe.exchange.overlap,
             overlap_steps=recipe.syncer.overlap_steps,
             step_tokens=recipe.inner.batch_size * recipe.model.context_length,
