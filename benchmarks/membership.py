@@ -4,10 +4,10 @@
 
 CPU: a thousand synthetic members with keys and signatures of their own, read the way a DHT node and the view read them:
 length, signature, schema; then the peer's neighbours of a round, as `gasloc.topology.row` finds them. "first look" is a
-newcomer's, when every signature is new; "steady look" is the next one, 2.5 s later in a run
-of that size, when the half of all members whose record was renewed since (every 5 s) is new. Of 100,000 only the neighbours are measured, among ids of their own: what
-reading their records would cost is told from the cost of one, since signatures alone would take longer than any bar.
-Everything in CPU time of this process.
+newcomer's, when every signature is new; "steady look" is the next one, 2.5 s later in a run of that size, when the half
+of all members whose record was renewed since (every 5 s) is new. Of 100,000 only the neighbours are measured, among ids
+of their own: what reading their records would cost is told from the cost of one, since signatures alone would take
+longer than any bar. Everything in CPU time of this process.
 
 Traffic: real peers with real p2pd daemons and no training, in a network namespace of their own, so that the counters of
 its loopback interface show nothing else. Needs `unshare` to be allowed to make one; where it is not, that is said.

@@ -123,7 +123,7 @@ def train_as_peer(options: argparse.Namespace) -> None:
         swarm.train()
         peaks.training = True
         swarm.on_exchange = lambda slot, partners: peaks.begin("exchange and mix")
-        for step in range(options.rounds * chosen.local_steps):
+        for step in range(options.rounds * chosen.local_steps + 1):  # one with all outer state there
             with peaks.phase("local step"):
                 _backward(options, decoder, chosen, step)
                 optimizer.step()
@@ -169,10 +169,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """What the benchmark and its processes have in common."""
     parser.add_argument("--recipe", default="134m")
     parser.add_argument("--fragments", type=int, default=0, help="instead of the recipe's")
-    parser.add_argument("--tokens", type=int, default=64, help="of one batch")
+    parser.add_argument("--tokens", type=int, default=16, help="of one batch")
     parser.add_argument("--local-steps", type=int, default=8, help="a round; as many as fragments at least")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--alone-steps", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--alone-steps", type=int, default=3)
 
 
 def main() -> None:
