@@ -83,6 +83,7 @@ class Gasloc:
             seed=recipe.seed,
             outer=make_outer(recipe.outer),
             grace_s=recipe.exchange.grace_s,
+            overlap=recipe.exchange.overlap,
             on_round=self._end_round,
         )
         self._swarm.enter(self._optimizer)

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -136,9 +137,13 @@ class Nursery:
 def nursery(name: str) -> Iterator[Nursery]:
     """A nursery; its children are ended and its folder is gone however the block is left.
 
-    A `RuntimeError` passes on with the last words of the children.
+    A `RuntimeError` passes on with the last words of the children. Folders of processes that were killed go as well.
     """
-    with tempfile.TemporaryDirectory(prefix=f"gasloc-{name}-") as folder, (Path(folder) / "log").open("w") as log:
+    _sweep(name)
+    with (
+        tempfile.TemporaryDirectory(prefix=f"gasloc-{name}-{os.getpid()}-") as folder,
+        (Path(folder) / "log").open("w") as log,
+    ):
         made = Nursery(Path(folder), log.fileno())
         try:
             yield made
@@ -146,6 +151,13 @@ def nursery(name: str) -> Iterator[Nursery]:
             raise RuntimeError(f"{error}; the last words: {(Path(folder) / 'log').read_text()[-3000:]}") from None
         finally:
             made.close()
+
+
+def _sweep(name: str) -> None:
+    for folder in Path(tempfile.gettempdir()).glob(f"gasloc-{name}-*-*"):
+        owner = folder.name.split("-")[-2]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def interrupt_on_signals() -> None:

@@ -3,9 +3,10 @@
     python -m benchmarks.overhead [--quick] [--batch N] [--json FILE] [--strict]
 
 Two processes, each pinned to a core of its own together with its p2pd and all of its threads, train the recipe
-`small` (9.5M parameters, fp16 on the wire) at H = 30. In turn: both in one swarm on 127.0.0.1, with `GaslocOptimizer`;
-and both alone, with plain AdamW and no network at all, not even an idle one. Timed are whole rounds after a first one;
-the swarm is joined before, and left after. A round's tokens decide what an exchange weighs: they are shown.
+`small` (9.5M parameters, fp16 on the wire) at H = 30. In turn: both in one swarm on 127.0.0.1, with `GaslocOptimizer`,
+under overlap and waiting for each exchange; and both alone, with plain AdamW and no network at all, not even an idle
+one. Timed are whole rounds after a first one; the swarm is joined before, and left after. A round's tokens decide what
+an exchange weighs: they are shown.
 """
 
 import argparse
@@ -28,10 +29,15 @@ class Loop:
     """All measurements of one loop; a list for each repeat, of a figure for each peer."""
 
     name: str
-    swarm: bool
+    overlap: str | None
+    """As in a recipe; None: alone."""
     tokens_per_s: list[list[float]] = field(default_factory=list)
-    exchange_share: list[list[float]] = field(default_factory=list)
+    waited_share: list[list[float]] = field(default_factory=list)
     """Of the time, what training stood still for."""
+    step_cpu_s: list[list[float]] = field(default_factory=list)
+    """CPU seconds of a local step, with its share of everything else, p2pd included."""
+    overlap_steps: int = 0
+    """The most that were taken while an exchange was under way."""
     mixed_share: list[float] = field(default_factory=list)
     """Of the rounds, those with a mix."""
 
@@ -43,8 +49,9 @@ class Loop:
 def measure(pair: Sequence[Child], loop: Loop, recipe: Words, rounds: int) -> None:
     """Adds one measurement: both processes at the same time."""
     peers: list[str] = []
+    recipe = {**recipe, "exchange": {**recipe["exchange"], "overlap": loop.overlap or "off"}}
     for child in pair:
-        child.ask({"do": "open", "recipe": recipe, "swarm": loop.swarm, "peers": peers})
+        child.ask({"do": "open", "recipe": recipe, "swarm": loop.overlap is not None, "peers": peers})
         peers = child.answer()["addresses"][:1]
     for child in pair:
         child.ask({"do": "train", "rounds": rounds, "local_steps": LOCAL_STEPS})
@@ -55,8 +62,10 @@ def measure(pair: Sequence[Child], loop: Loop, recipe: Words, rounds: int) -> No
         child.answer()
     step_tokens = recipe["inner"]["batch_size"] * recipe["model"]["context_length"]
     loop.tokens_per_s.append([each["steps"] * step_tokens / each["seconds"] for each in found])
-    loop.exchange_share.append([each["exchange_s"] / each["seconds"] for each in found])
-    loop.mixed_share.append(sum(each["mixed"] for each in found) / (rounds * len(pair)))
+    loop.step_cpu_s.append([each["cpu_s"] / each["steps"] for each in found])
+    loop.waited_share.append([each["waited_s"] / each["seconds"] for each in found])
+    loop.overlap_steps = max([loop.overlap_steps, *(each["overlap_steps"] for each in found)])
+    loop.mixed_share.append(sum(each["mixed"] for each in found) / max(sum(each["rounds"] for each in found), 1))
 
 
 def _start(home: Nursery, core: int) -> Child:
@@ -67,12 +76,14 @@ def _start(home: Nursery, core: int) -> Child:
 
 def table(loops: Sequence[Loop], peers: int) -> Iterator[str]:
     """The figures, a line each."""
-    yield f"{'loop':10} " + " ".join(f"{f'peer {peer} tokens/s':>16}" for peer in range(peers)) + "  stood  mixed"
+    columns = " ".join(f"{f'peer {peer} tokens/s':>16}" for peer in range(peers))
+    yield f"{'loop':14} {columns} {'stood':>7} {'CPU s/step':>11} {'overlap':>8} {'mixed':>6}"
     for loop in loops:
         rates = " ".join(f"{loop.median(peer):16.1f}" for peer in range(peers))
-        stood = statistics.median(share for both in loop.exchange_share for share in both)
-        mixed = f"{statistics.fmean(loop.mixed_share):6.0%}" if loop.swarm else ""
-        yield f"{loop.name:10} {rates} {stood:6.1%} {mixed}"
+        stood = statistics.median(share for both in loop.waited_share for share in both)
+        cpu = statistics.median(seconds for both in loop.step_cpu_s for seconds in both)
+        rest = f"{loop.overlap_steps:8} {statistics.fmean(loop.mixed_share):6.0%}" if loop.overlap else ""
+        yield f"{loop.name:14} {rates} {stood:7.1%} {cpu:11.4f} {rest}"
 
 
 def shares(swarm: Loop, alone: Loop) -> list[float]:
@@ -102,7 +113,8 @@ def main() -> int:
         sys.stderr.write("benchmarks.overhead cannot run: it needs two cores\n")
         return 2
     interrupt_on_signals()
-    loops = [Loop("swarm", swarm=True), Loop("alone", swarm=False)]
+    overlapping, waiting, alone = Loop("swarm, overlap", "auto"), Loop("swarm, waiting", "off"), Loop("alone", None)
+    loops = [overlapping, alone, waiting]
     try:
         with nursery("overhead") as home:
             pair = [_start(home, core) for core in cores]
@@ -123,8 +135,15 @@ def main() -> int:
     sys.stdout.write(f"{LOCAL_STEPS} steps of {step_tokens} tokens a round, {rounds} rounds a measurement\n")
     for line in table(loops, len(cores)):
         sys.stdout.write(line + "\n")
-    share = statistics.median(shares(*loops))
-    figures = {"step_tokens": step_tokens, "rounds": rounds, "loops": [asdict(loop) for loop in loops]}
+    share = statistics.median(shares(overlapping, alone))
+    waiting_share = statistics.median(shares(waiting, alone))
+    sys.stdout.write(f"waiting for each exchange, throughput over that alone: {waiting_share:.3f}\n")
+    figures = {
+        "step_tokens": step_tokens,
+        "rounds": rounds,
+        "waiting_share": waiting_share,
+        "loops": [asdict(loop) for loop in loops],
+    }
     bar = Bar("throughput_share_of_training_alone", share, 0.97, at_least=True)
     return bars.finish([bar], figures, json_path=options.json, strict=options.strict)
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from gasloc import corpus, inner, model, sampler
@@ -45,6 +46,7 @@ class Replica:
                 seed=recipe.seed,
                 outer=make_outer(recipe.outer),
                 grace_s=recipe.exchange.grace_s,
+                overlap=recipe.exchange.overlap,
                 on_round=self._end_round,
             )
             swarm.enter(outer)
@@ -72,6 +74,12 @@ class Replica:
         self.optimizer.zero_grad()
 
 
+def family_cpu_s() -> float:
+    """CPU seconds of this process and of its p2pd so far."""
+    children = psutil.Process().children(recursive=True)
+    return time.process_time() + float(sum(sum(child.cpu_times()[:2]) for child in children))
+
+
 def train(replica: Replica, rounds: int, local_steps: int) -> Words:
     """Times `rounds` rounds of steps, after one round that does not count."""
     if replica.swarm:
@@ -80,16 +88,21 @@ def train(replica: Replica, rounds: int, local_steps: int) -> Words:
     for _ in range(local_steps):
         replica.take_step()
     known = len(replica.results)
-    began, cpu = time.perf_counter(), time.process_time()
+    began, cpu_s = time.perf_counter(), family_cpu_s()
     for _ in range(rounds * local_steps):
         replica.take_step()
     seconds = time.perf_counter() - began
+    cpu = family_cpu_s() - cpu_s
     results = replica.results[known:]
+    if isinstance(replica.optimizer, GaslocOptimizer):
+        replica.optimizer.take_outcomes()
     return {
         "seconds": seconds,
-        "cpu_s": time.process_time() - cpu,
+        "cpu_s": cpu,
         "steps": rounds * local_steps,
-        "exchange_s": sum(result.exchange_s for result in results),
+        "waited_s": sum(result.waited_s for result in results),
+        "overlap_steps": max((result.overlap_steps for result in results), default=0),
+        "rounds": len(results),
         "mixed": sum(result.mixed for result in results),
         "bytes_sent": sum(result.bytes_sent for result in results),
         "reasons": [result.reason for result in results if not result.mixed],

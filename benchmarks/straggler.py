@@ -42,7 +42,7 @@ TOPOLOGIES = ("2-peer", "all-to-all")
 _PREFIX = "gasloc-straggler"
 
 
-def recipe(topology: str) -> Words:
+def recipe(topology: str, overlap: str) -> Words:
     """108,928 parameters in fp32: with two partners 0.87 MB out of each peer and as much in, 0.17 s at 40 Mbit/s."""
     return {
         "name": "straggler",
@@ -51,6 +51,7 @@ def recipe(topology: str) -> Words:
         "local_steps": 25,
         "model": {"dim": 64, "layers": 2, "heads": 4, "key_value_heads": 2, "hidden_dim": 176, "context_length": 64},
         "inner": {"learning_rate": 3e-3, "final_share": 1.0, "warmup_steps": 20, "batch_size": 4},
+        "exchange": {"overlap": overlap},
         "evaluation": {"batches": 4},
     }
 
@@ -98,12 +99,12 @@ class Host:
         self.child = home.start([*lan.inside(number), sys.executable, "-m", "benchmarks.straggler_peer", str(own)])
 
 
-def run(lan: Lan, hosts: Sequence[Host], topology: str, plan: Sequence[tuple[bool, int]]) -> Run:
+def run(lan: Lan, hosts: Sequence[Host], topology: str, overlap: str, plan: Sequence[tuple[bool, int]]) -> Run:
     """Trains through phases: with the straggler or without, for so many rounds of most peers."""
     _set_links(lan, thin=False)
     for host in hosts:
         host.child.reports.clear()
-    begin = {"do": "open", "recipe": recipe(topology), "step_s": STEP_S}
+    begin = {"do": "open", "recipe": recipe(topology, overlap), "step_s": STEP_S}
     ids: dict[str, int] = {}
     peers: list[str] = []
     for host in hosts:
@@ -168,7 +169,7 @@ def _round(peer: int, words: Words, ids: dict[str, int]) -> PeerRound:
         local_steps=words["local_steps"],
         beside_straggler=STRAGGLER in transfers,
         transfer_s=max(transfers.values(), default=float("nan")),
-        exchange_s=words["exchange_s"],
+        waited_s=words["waited_s"],
         loss_before=words["loss_before"],
     )
 
@@ -187,7 +188,7 @@ class Figures:
     """Without the straggler's own rounds."""
     others_mean_s: float
     transfer_s: float
-    exchange_s: float
+    waited_s: float
     steps: float
     """Mean local steps of the others."""
     straggler_steps: float
@@ -211,7 +212,7 @@ def figures(run: Run, phase: Phase) -> Figures:
         others_median_s=_median([straggler_figures.median_round_s(rounds) for rounds in others.values()]),
         others_mean_s=_median([straggler_figures.mean_round_s(rounds) for rounds in others.values()]),
         transfer_s=_median([each.transfer_s for each in flat]),
-        exchange_s=statistics.fmean(each.exchange_s for each in flat),
+        waited_s=statistics.fmean(each.waited_s for each in flat),
         steps=statistics.fmean(each.local_steps for each in flat),
         straggler_steps=_median([each.local_steps for each in own]),
         straggler_transfer_s=_median([each.transfer_s for each in own]),
@@ -238,7 +239,7 @@ def table(rows: Sequence[Figures]) -> Iterator[str]:
         yield (
             f"{row.topology:12} {'one thin' if row.straggler else 'equal':10} {row.median_s:8.3f}{row.mean_s:8.3f}"
             f" {row.others_median_s:8.3f}{row.others_mean_s:8.3f} {row.rounds:6} {row.transfer_s:9.3f}"
-            f" {row.exchange_s:6.2f} {row.steps:6.1f} {row.straggler_steps:6.1f}{row.straggler_transfer_s:10.2f}"
+            f" {row.waited_s:6.2f} {row.steps:6.1f} {row.straggler_steps:6.1f}{row.straggler_transfer_s:10.2f}"
             f" {row.cpu_share:5.0%} {row.machine_share:7.0%}"
         )
 
@@ -317,19 +318,20 @@ def first_curve(run: Run) -> list[tuple[float, float]]:
     return straggler_figures.loss_curve(rounds, run.began_s)
 
 
-def measure(plans: Mapping[str, Sequence[tuple[bool, int]]]) -> list[Run]:
+def measure(plans: Mapping[str, Sequence[tuple[bool, int]]], overlap: str) -> list[Run]:
     """Makes the network and runs the topologies over it, one after another."""
     with Lan(PEERS, prefix=_PREFIX) as lan, nursery("straggler") as home:
         hosts = [Host(lan, number, home) for number in range(1, PEERS + 1)]
         for host in hosts:
             host.child.answer()
-        return [run(lan, hosts, topology, plan) for topology, plan in plans.items()]
+        return [run(lan, hosts, topology, overlap, plan) for topology, plan in plans.items()]
 
 
 def main() -> int:
     """Prints tables and bars; 1 where a bar is short and that was to be strict, 2 without the right."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="fewer rounds: under 4 minutes")
+    parser.add_argument("--overlap", choices=("off", "auto"), default="off", help="as in a recipe (off)")
     parser.add_argument("--plot", type=Path, help="draw loss against wall-clock there (PNG)")
     bars.add_options(parser)
     options = parser.parse_args()
@@ -346,7 +348,7 @@ def main() -> int:
     if options.quick:
         del plans["2-peer"][2]
     try:
-        runs = measure(plans)
+        runs = measure(plans, options.overlap)
     except KeyboardInterrupt:
         sys.stderr.write("\ninterrupted; nothing is left\n")
         return 130
@@ -382,6 +384,7 @@ def report(runs: Sequence[Run], options: argparse.Namespace) -> int:
         "thin_share": THIN_SHARE,
         "step_s": STEP_S,
         "discarded_rounds": DISCARD,
+        "overlap": options.overlap,
         "phases": [asdict(row) for row in rows],
         "loss": loss,
         "seconds_to_loss": to_loss,

@@ -26,7 +26,7 @@ class PeerRound:
     """The straggler was among those that it traded with."""
     transfer_s: float
     """The longest of its transfers; NaN where there was none."""
-    exchange_s: float
+    waited_s: float
     """All that training stood still for."""
     loss_before: float
     """On the held-out split, at the round's start."""

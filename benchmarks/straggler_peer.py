@@ -81,6 +81,7 @@ class Trainee:
             seed=recipe.seed,
             outer=make_outer(recipe.outer),
             grace_s=recipe.exchange.grace_s,
+            overlap=recipe.exchange.overlap,
             on_round=self._end_round,
         )
         self._held_out = sampler.evaluation_batches(
@@ -149,7 +150,7 @@ class Trainee:
             "local_steps": result.local_steps,
             "why": reason,
             "transfers_s": accepted,
-            "exchange_s": result.exchange_s,
+            "waited_s": result.waited_s,
             "bytes_sent": result.bytes_sent,
             "reason": result.reason,
             "loss_before": self._validation_loss,

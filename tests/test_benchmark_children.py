@@ -1,5 +1,6 @@
 """Processes that benchmarks start: asked, answered, reported, and gone whatever happens."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -72,3 +73,15 @@ except KeyboardInterrupt:
     root = Path(__file__).parents[1]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=root, check=True)
     assert done.stdout == "cleared up\n"
+
+
+def test_folders_of_killed_processes_are_removed_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    names = [f"gasloc-test-{gone.pid}-abc", f"gasloc-test-{os.getpid()}-abc", "gasloc-test-mine", f"other-{gone.pid}-a"]
+    for name in names:
+        (tmp_path / name / "inner").mkdir(parents=True)
+    with nursery("test"):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[1:])

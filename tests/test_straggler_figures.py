@@ -30,7 +30,7 @@ def made(peer: int, number: int, began_s: float, ended_s: float, *, loss: float 
         local_steps=steps,
         beside_straggler=False,
         transfer_s=0.2,
-        exchange_s=0.3,
+        waited_s=0.3,
         loss_before=loss,
     )
 
