@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,16 @@ _LOCAL_STEPS = 2
 _ROUNDS = 10_000
 
 Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Newcomer:
+    """One peer that joined."""
+
+    stages_s: dict[str, float]
+    """In order."""
+    cpu_s: float
+    """Of its process, up to the end of its first round."""
 
 
 def main() -> int:
@@ -56,16 +67,17 @@ def main() -> int:
             newcomers = [_newcomer(folder / f"newcomer-{number}", address) for number in range(options.repeats)]
 
     write = sys.stdout.write
-    stages = list(newcomers[0])
-    medians = {stage: statistics.median(newcomer[stage] for newcomer in newcomers) for stage in stages}
-    write(f"recipe {options.recipe} with batches of {options.batch}; medians of {len(newcomers)} newcomers\n")
-    for stage in stages:
-        write(f"{stage:56}{medians[stage]:8.2f} s\n")
-    total_s = statistics.median(sum(newcomer.values()) for newcomer in newcomers)
-    write(f"{'all':56}{total_s:8.2f} s\n")
+    write(f"recipe {options.recipe} with batches of {options.batch}; medians of {len(newcomers)} newcomers; ")
+    write(f"{os.cpu_count()} processors, {os.getloadavg()[0]:.1f} processes wanted them in the last minute\n")
+    for stage in newcomers[0].stages_s:
+        write(f"{stage:44}{statistics.median(each.stages_s[stage] for each in newcomers):8.2f} s\n")
+    total_s = statistics.median(sum(each.stages_s.values()) for each in newcomers)
+    write(f"{'all':44}{total_s:8.2f} s\n")
+    cpu_s = statistics.median(each.cpu_s for each in newcomers)
+    write(f"{'CPU of the newcomer, first round and all':44}{cpu_s:8.2f} s\n")
     return bars.finish(
         [Bar("join_to_first_step_s", total_s, LIMIT_S, at_least=False)],
-        {"newcomers": newcomers},
+        {"newcomers": [asdict(each) for each in newcomers]},
         json_path=options.json,
         strict=options.strict,
     )
@@ -85,25 +97,26 @@ def _shortened(name: str, batch: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _newcomer(folder: Path, address: str) -> dict[str, float]:
-    """Seconds of each stage, in order."""
+def _newcomer(folder: Path, address: str) -> Newcomer:
     began = time.time()
     with _process("join", folder, "--peers", address) as child:
         daemon_began = _first_daemon(child)
         joined, started, round_ = (_event(child, folder, name) for name in ("joined", "run_started", "round"))
         carded = (folder / "run.json").stat().st_mtime
+        used = psutil.Process(child.pid).cpu_times()
         evaluations = [each for each in read_events(folder / "events.jsonl") if each["event"] == "evaluation"]
     evaluated_s = sum(each["seconds"] for each in evaluations if each["time"] <= round_["time"] - round_["seconds"])
     entered = joined["time"] - joined["seconds"]
-    return {
-        "Python, imports, text": daemon_began - began,
+    stages = {
+        "Python and imports": daemon_began - began,
         "p2pd, contact, the run's card": carded - daemon_began,
-        "the model": entered - carded,
+        "text and model": entered - carded,
         "entry: members, the state's download": joined["time"] - entered,
         "last preparations": started["time"] - joined["time"],
         "evaluation before the first step": evaluated_s,
         "the first local step": (round_["seconds"] - round_["exchange_s"]) / round_["local_steps"],
     }
+    return Newcomer(stages, used.user + used.system)
 
 
 @contextmanager

@@ -68,7 +68,7 @@ def load_state_tensors(optimizer: Optimizer, parameters: Mapping[str, Tensor], t
         else:
             # a counter such as Adam's `step` lives where its optimizer put it, mostly on the CPU
             there = value.device if not value.dim() else parameter.device
-            entry[key] = value.detach().to(there, copy=True)
+            entry[key] = value.detach().to(there, copy=True, memory_format=torch.contiguous_format)
     numbers = _numbers(optimizer)
     optimizer.load_state_dict(
         {

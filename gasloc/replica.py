@@ -34,7 +34,10 @@ class Replica:
 
     def parameters(self) -> dict[str, Tensor]:
         """Copies of the parameters as they are."""
-        return {name: _wide(p).to("cpu", copy=True) for name, p in self._parameters.items()}
+        return {
+            name: _wide(p).to("cpu", copy=True, memory_format=torch.contiguous_format)
+            for name, p in self._parameters.items()
+        }
 
     def buffers(self) -> dict[str, Tensor]:
         """Copies of the buffers as they are."""

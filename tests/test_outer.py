@@ -219,3 +219,21 @@ def test_an_optimizer_that_looks_at_all_gradients_at_once_sees_them(monkeypatch:
     outer.optimizer.register_step_pre_hook(look)
     outer.step(state(1))
     assert seen == [[True, True, True]]
+
+
+@every_make
+@pytest.mark.parametrize("strided", ["anchor", "mix", "momentum"])
+def test_strides_do_not_matter(make: MakeOptimizer, strided: str) -> None:
+    def matrix(seed: int, what: str) -> State:
+        tensor = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+        return {"w": tensor.T.contiguous().T if what == strided else tensor}
+
+    plain, theta = matrix(0, ""), matrix(0, "anchor")
+    one, other = OuterStep(plain, make), OuterStep(theta, make)
+    for round in range(3):
+        one.step(matrix(10 + round, ""))
+        other.step(matrix(10 + round, "mix"))
+        if strided == "momentum":
+            momentum = other.momentum_tensors()
+            other.load_momentum({name: entry.T.clone().T if entry.ndim else entry for name, entry in momentum.items()})
+    torch.testing.assert_close(theta["w"], plain["w"], rtol=1e-6, atol=1e-7)
