@@ -68,6 +68,12 @@ class GaslocOptimizer(Optimizer):
     as many parts of whole tensors, each of which is exchanged and takes its outer step at its own step of the
     round (streaming, arXiv 2501.18512); buffers travel with the last, at the round's end.
 
+    `overlap` has training go on during an exchange (`gasloc.overlap`): "off" waits; a number waits only after so many
+    local steps; "auto" decides by this peer's own measured times. What is due is copied and exchanged on a thread of
+    its own, and the outcome is taken in the first `step` after it came; the progress since is kept. `round` counts
+    on when the last fragment is sent, and `on_round` hears of the round when its last outcome is taken. Call
+    `take_outcomes` before the model is used apart from training.
+
     `topology="syncer"` makes the model a learner (Decoupled DiLoCo, arXiv 2604.21428): a fragment that is due is
     sent and training goes on; what the syncer made of it is applied at the first step after it came, and the
     progress since is kept. `overlap_steps` 0 waits for it instead. The syncer takes the outer steps, and weighs
@@ -187,9 +193,10 @@ class GaslocOptimizer(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Takes one local step; where a fragment is due, exchanges it and takes its outer step.
 
-        Then blocks for the exchange, up to the grace and the transfer itself, and sets gradients to None.
+        Then blocks for the exchange, up to the grace and the transfer itself, and sets gradients to None; with
+        overlap it blocks only for an exchange that takes longer than that allows, or whose fragment is due again.
         Without fragments all is due after the round's last step. Raises `RunError`, before anything is sent,
-        when the parameters are not finite for the third time in a row.
+        when the parameters are not finite for the third time in a row, and what an exchange raised.
         """
         loss = self.inner.step(closure) if closure is not None else self.inner.step()
         self._progress.local_step += 1
@@ -228,14 +235,15 @@ class GaslocOptimizer(Optimizer):
     def snapshot(self) -> tuple[int, dict[str, Tensor]]:
         """This round and its state, for a newcomer: `anchor/NAME`, `buffer/NAME`, `outer/KEY/NAME`.
 
-        Copies; may be called from any thread at any time.
+        Copies; may be called from any thread at any time. While the outcome of a round's last exchange is not taken,
+        that is the start of that round; never a part of an outer step.
         """
         return self._state.snapshot()
 
     def load_snapshot(self, round: int, tensors: Tensors) -> None:
         """Takes over a state from `snapshot`: the model becomes the anchor, at the start of `round`.
 
-        The inner optimizer keeps its own moments. Raises `ModelError` that names the first tensor that is
+        The inner optimizer keeps its own moments. Exchanges under way are waited for and dropped. Raises `ModelError` that names the first tensor that is
         missing, unknown, not finite or of another shape or dtype; nothing was changed then. To be called
         from the training thread.
         """
@@ -250,7 +258,8 @@ class GaslocOptimizer(Optimizer):
         """Everything that a resume needs besides the model's own `state_dict`, at any step of a round.
 
         `{"meta": plain values fit for JSON, "tensors": named tensors}`; tensors are references, as is usual
-        in torch. `gasloc.checkpoint.save` writes the two without pickling.
+        in torch. `gasloc.checkpoint.save` writes the two without pickling. Exchanges under way are not in it: what is
+        resumed goes on as if they had not been, and their progress is in the next exchange.
         """
         inner = named_state.state_tensors(self.inner, self._inner_parameters)
         return {
