@@ -243,9 +243,9 @@ class GaslocOptimizer(Optimizer):
     def load_snapshot(self, round: int, tensors: Tensors) -> None:
         """Takes over a state from `snapshot`: the model becomes the anchor, at the start of `round`.
 
-        The inner optimizer keeps its own moments. Exchanges under way are waited for and dropped. Raises `ModelError` that names the first tensor that is
-        missing, unknown, not finite or of another shape or dtype; nothing was changed then. To be called
-        from the training thread.
+        The inner optimizer keeps its own moments. Exchanges under way are waited for and dropped. Raises `ModelError`
+        that names the first tensor that is missing, unknown, not finite or of another shape or dtype; nothing was
+        changed then. To be called from the training thread.
         """
         self._state.check(tensors)
         self._rounds.drop()
