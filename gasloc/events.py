@@ -183,6 +183,23 @@ class Warned:
 
 
 @dataclass(frozen=True, slots=True)
+class Standing:
+    """What is held against other peers changed, or records were refused."""
+
+    name: ClassVar[str] = "standing"
+    peers: tuple[str, ...]
+    """Peers that erred and are not forgiven."""
+    counts: tuple[int, ...]
+    """Offences of each that count now."""
+    seconds_left: tuple[float, ...]
+    """For how long each is not paired from now on; 0: it is."""
+    reasons: tuple[str, ...]
+    """The last offence of each, and what follows from it."""
+    rejected_records: int
+    """Members' records refused so far: junk, forged, too large, of another run."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stopped:
     """The run was told to stop before its last round; a checkpoint was saved."""
 
@@ -251,6 +268,7 @@ Event: TypeAlias = (
     | Evaluation
     | CheckpointSaved
     | Warned
+    | Standing
     | Stopped
     | Finished
     | Failed

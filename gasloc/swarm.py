@@ -316,6 +316,10 @@ class Swarm:
         """
         return self._offences.standing()
 
+    def rejected_records(self) -> int:
+        """Members' records that were refused so far: junk, forged, too large, of another run."""
+        return self._peer.rejected_records
+
     def send(self, report: Report) -> "concurrent.futures.Future[Delivery]":
         """Sends a learner's fragment to the run's syncer; see `gasloc.learner.SyncerLink`."""
         return self._reporter.send(report)

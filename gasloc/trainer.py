@@ -21,6 +21,7 @@ from gasloc.events import (
     Finished,
     Paced,
     Round,
+    Standing,
     Stopped,
     Warned,
 )
@@ -111,6 +112,7 @@ class Trainer:
         self._save_trouble = ""
         """Why the last checkpoint could not be written, as told."""
         self._no_state = Reasons()
+        self._told_standing: tuple[int, dict[PeerId, tuple[int, str]]] = (0, {})
         self._rate = 0.0
         self._round_started = self._started = self._saved = time.monotonic()
 
@@ -224,6 +226,7 @@ class Trainer:
         )
         if self._swarm is not None and not self._stop.is_set():
             self._swarm.publish(result, tokens=self.tokens, loss=loss, seconds=seconds)
+            self._tell_standing(self._swarm)
             self._catch_up(self._swarm)
             self._pace(self._swarm)
         if self.optimizer.round >= self.recipe.rounds:
@@ -244,6 +247,24 @@ class Trainer:
             self._emit(Warned(notice))
         if notices:
             self._catch_up(swarm)
+
+    def _tell_standing(self, swarm: "Swarm") -> None:
+        """What is held against others, for `gasloc status`; where it changed."""
+        held, rejected = swarm.set_aside(), swarm.rejected_records()
+        told = rejected, {peer: (one.count, one.reason) for peer, one in held.items()}
+        if told == self._told_standing:
+            return
+        self._told_standing = told
+        now = time.monotonic()
+        self._emit(
+            Standing(
+                peers=tuple(held),
+                counts=tuple(one.count for one in held.values()),
+                seconds_left=tuple(max(one.until - now, 0.0) for one in held.values()),
+                reasons=tuple(one.reason for one in held.values()),
+                rejected_records=rejected,
+            )
+        )
 
     def _catch_up(self, swarm: "Swarm") -> None:
         try:

@@ -172,6 +172,11 @@ class Peer:
         assert self._membership is not None, "enter() comes first"
         return self._membership
 
+    @property
+    def rejected_records(self) -> int:
+        """Records of members that our DHT node refused so far."""
+        return self._dht.validator.rejected.total()
+
     def objection(self, member: Member) -> str | None:
         """Why a member is not dealt with, in words: the lists, or no proof of the secret; None where it is."""
         if self._access.private and self._card is not None and member.digest != self._card.digest:

@@ -19,6 +19,10 @@ Dir: TypeAlias = Annotated[
         "Default: a new one under gasloc-runs/.",
     ),
 ]
+RunDir: TypeAlias = Annotated[
+    Path | None,
+    typer.Option("--dir", help="Folder of a peer on this machine: also print whom it has set aside, and why."),
+]
 Port: TypeAlias = Annotated[
     int,
     typer.Option("--port", envvar="GASLOC_PORT", min=0, max=65535, help="TCP port to listen on; 0: any free one."),
