@@ -1,9 +1,14 @@
 """Where the state of a peer that enters a swarm comes from. A pure decision."""
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
+
+from torch import Tensor
 
 from gasloc import rounds
+from peers.exchange import Tensors
 from peers.membership import MemberState, Status
 
 
@@ -18,6 +23,32 @@ class Source(StrEnum):
     """This peer's own, which is recent enough."""
     WAIT = "wait"
     """Look again: somebody is there, but has no state to give yet."""
+
+
+class Replica(Protocol):
+    """What a swarm needs of an optimizer; `gasloc.GaslocOptimizer` is one."""
+
+    local_steps: int
+
+    @property
+    def round(self) -> int: ...
+
+    def snapshot(self) -> tuple[int, dict[str, Tensor]]: ...
+
+    def load_snapshot(self, round: int, tensors: Tensors) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """How a peer came into the swarm, or caught up with it."""
+
+    source: Source
+    reason: str
+    round: int
+    members: int
+    """Members seen, this one included."""
+    size_bytes: int
+    seconds: float
 
 
 def decide(mine: int, others: Collection[Status], *, first: bool, stale_rounds: int) -> tuple[Source, str]:

@@ -73,7 +73,7 @@ def _network(
 ) -> Recipe | None:
     """The checks that need p2pd; returns the recipe of the swarm's run, where there is one."""
     # not before now: they load hivemind, and with it torch
-    from gasloc.swarm import read_card
+    from gasloc.card import read_card
     from peers.checks import LookOptions, look
     from peers.p2pd import check_free
     from peers.thread import NetworkThread

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from gasloc.card import read_card
 from gasloc.presence import Presence, join_command
 from gasloc.run_folder import RunFolder, StoredCard
 from gasloc.stop import Stop
-from gasloc.swarm import read_card
 from peers.node import Peer, RunCard
 from peers.thread import NetworkThread
 

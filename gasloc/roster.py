@@ -11,9 +11,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from gasloc.card import read_card
 from gasloc.errors import RunError
 from gasloc.recipe import Recipe
-from gasloc.swarm import read_card
 from gasloc.view import short
 from peers.membership import Member
 from peers.node import Peer, PeerOptions, RunCard

@@ -8,34 +8,30 @@ with Swarm.join(PeerOptions(identity_path=Path("me.key"), initial_peers=("/ip4/.
 
 import concurrent.futures
 import contextlib
-import json
-import math
 import queue
 import secrets
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
-
-from torch import Tensor
+from typing import Any, Self, TypeVar
 
 from gasloc import entry, overlap, pacing, rounds
+from gasloc.card import read_card
+from gasloc.company import Company
 from gasloc.delivery import Reporter
-from gasloc.entry import Source
-from gasloc.errors import GaslocError, RunError
+from gasloc.entry import Entry, Replica, Source
+from gasloc.errors import RunError
 from gasloc.learner import Delivery, Report
-from gasloc.offences import Offences, SetAside
 from gasloc.optimizer import RoundResult
-from gasloc.recipe import Recipe, parse
+from gasloc.pacer import Pacer
+from gasloc.recipe import Recipe
 from peers.donor import Snapshot
 from peers.download import Progress
-from peers.errors import UnreachableError
 from peers.exchange import Answer, Offer, PeerId, Slot, Swap, Tensors
-from peers.membership import Member, MemberState, Status
+from peers.membership import MemberState, Status
 from peers.node import Peer, PeerOptions, RunCard
-from peers.reachability import standing_of, tradable
 from peers.record import MAX_PARTNERS
 from peers.thread import NetworkThread
 
@@ -50,41 +46,6 @@ MEMBERS_TIMEOUT_S = 15.0
 """How long a newcomer looks for a member's record, or waits for one that is about to train."""
 START_WAIT_S = 60.0
 """How long `wait_for` waits."""
-MOST_STEPS = 4
-"""A fast peer takes at most this many times the recipe's local steps in a round."""
-MOST_LEFT_OUT = 64
-"""Members that are not dealt with are told one by one up to so many: ids cost a stranger nothing."""
-
-FAR_EXCESS = 10.0
-"""A partner that was clipped from so many radii counts as one that errs."""
-
-_SILENT = frozenset({Answer.UNREACHABLE, Answer.TIMEOUT, Answer.BROKEN})
-
-
-class Replica(Protocol):
-    """What a swarm needs of an optimizer; `gasloc.GaslocOptimizer` is one."""
-
-    local_steps: int
-
-    @property
-    def round(self) -> int: ...
-
-    def snapshot(self) -> tuple[int, dict[str, Tensor]]: ...
-
-    def load_snapshot(self, round: int, tensors: Tensors) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """How a peer came into the swarm, or caught up with it."""
-
-    source: Source
-    reason: str
-    round: int
-    members: int
-    """Members seen, this one included."""
-    size_bytes: int
-    seconds: float
 
 
 class Swarm:
@@ -93,9 +54,6 @@ class Swarm:
     Every call is made from the training thread and blocks it; `swap` and `swap_any` may be made from another, one at
     a time. When `stop` is set, a call that waits gives up at
     once: `swap` answers `stopped`, the others raise `concurrent.futures.CancelledError`.
-
-    Members that count for pairing have this run's recipe, are training or waiting, and are at most
-    `stale_rounds` rounds away: one further behind takes fresh state before it mixes again.
     """
 
     def __init__(
@@ -104,18 +62,13 @@ class Swarm:
         """Use `start` or `join`."""
         self.recipe = recipe
         self.card = card
+        self.company = Company(peer, digest=card.digest, stale_rounds=recipe.stale_rounds)
+        """The others: with whom this peer deals, and who is set aside."""
+        self._pacer = Pacer(recipe, self.company, peer.peer_id)
         self.on_exchange: Callable[[Slot, tuple[PeerId, ...]], None] | None = None
         """Called before each exchange with its slot and its partners."""
-        self.on_left_out: Callable[[str], None] | None = None
-        """Called once for each member that is not dealt with, with the reason in words."""
         self.on_download: Callable[[Progress], None] | None = None
         """Called about once a second while the swarm's state is downloaded."""
-        self._left_out: set[PeerId] = set()
-        self._unpaired: set[PeerId] = set()
-        """Those that we cannot trade with, as neither they nor we can be dialled."""
-        self.on_set_aside: Callable[[PeerId, SetAside], None] | None = None
-        """Called when a peer that erred again is left alone for a while."""
-        self._offences = Offences()
         self._thread = thread
         self._peer = peer
         self._stop = stop
@@ -128,13 +81,9 @@ class Swarm:
         """The round that our parameters belong to: a jump to the others' round does not make them newer."""
         self._stale = False
         """We are too far behind to mix, and nobody could give us the swarm's state yet."""
-        self._heard: dict[PeerId, int] = {}
-        """The rounds that partners answered last."""
         self._partners: tuple[PeerId, ...] = ()
-        self._early_s = 0.0
-        """How much sooner than the others we are to trade this round, as a partner's link is slow: it waits for us."""
         self._status = Status(round=0, state=MemberState.JOINING)
-        self._reporter = Reporter(thread, lambda: peer.courier, self._syncer, stop)
+        self._reporter = Reporter(thread, lambda: peer.courier, self.company.syncer, stop)
 
     @classmethod
     def start(
@@ -235,38 +184,17 @@ class Swarm:
             return self._wait(self._peer.membership.wait_for(count, START_WAIT_S))
         return len(self._peer.membership.members())
 
-    def others(self) -> dict[PeerId, Member]:
-        """The other members of this run that are alive and that we deal with, whatever their state."""
-        return {
-            peer: member
-            for peer, member in self._peer.membership.members().items()
-            if peer != self.me and not self._leaves_out(member) and member.digest == self.card.digest
-        }
-
     def members(self, round: int) -> set[PeerId]:
-        """Those that may be paired in `round`, this peer included.
+        """Those that may be paired in `round`, this peer included; see `Company.pairable`.
 
-        Two that cannot be dialled are not, unless relays carry both; `on_left_out` is told why. Nobody is while we
-        are too far behind, and could not have the swarm's state yet: what is old is not averaged as new.
+        Nobody else is while we are too far behind, and could not have the swarm's state yet: what is old is not
+        averaged as new.
         """
-        if self._stale:
-            return {self.me}
-        barred = self._offences.barred(time.monotonic())
-        near = {
-            peer: standing_of(member)
-            for peer, member in self._training().items()
-            if abs(member.status.round - round) <= self.recipe.stale_rounds and peer not in barred
-        }
-        can, why_not = tradable(self._peer.standing, near)
-        for peer in sorted(why_not.keys() - self._unpaired)[:MOST_LEFT_OUT]:
-            if self.on_left_out is not None:
-                self.on_left_out(f"not paired with {peer}: {why_not[peer]}")
-        self._unpaired = set(why_not)
-        return can | {self.me}
+        return {self.me} if self._stale else self.company.pairable(round)
 
     def others_rounds(self) -> list[int]:
         """The rounds that the other training members published or answered last."""
-        return [max(member.status.round, self._heard.get(peer, 0)) for peer, member in self._training().items()]
+        return self.company.rounds()
 
     def swap(self, slot: Slot, offers: Mapping[PeerId, Offer], *, timeout_s: float) -> dict[PeerId, Swap]:
         """Trades with every partner at once; see `peers.exchange.Exchange.swap`.
@@ -278,11 +206,11 @@ class Swarm:
         if self.on_exchange is not None:
             self.on_exchange(slot, tuple(sorted(offers)))
         try:
-            swap = self._peer.exchange.swap(slot, offers, timeout_s=timeout_s + self._early_s)
+            swap = self._peer.exchange.swap(slot, offers, timeout_s=timeout_s + self._pacer.early_s)
             swaps = self._thread.call(swap, stop=self._stop)
         except concurrent.futures.CancelledError:
             return {peer: Swap(Answer.STOPPED, "this peer was told to stop") for peer in offers}
-        self._take_note(swaps)
+        self.company.take_note(swaps)
         return swaps
 
     def swap_any(
@@ -294,31 +222,8 @@ class Swarm:
             swaps = self._thread.call(search, stop=self._stop)
         except concurrent.futures.CancelledError:
             return {peer: Swap(Answer.STOPPED, "this peer was told to stop") for peer in candidates}
-        self._take_note(swaps)
+        self.company.take_note(swaps)
         return swaps
-
-    def _take_note(self, swaps: Mapping[PeerId, Swap]) -> None:
-        for peer, swap in swaps.items():
-            if swap.at_fault:
-                self._count_offence(peer, swap.reason)
-            if swap.answer in _SILENT:
-                self._peer.membership.set_aside(peer, swap.reason)
-            if swap.their_round is not None:
-                # fresher than its record, which we look at once a second
-                self._heard[peer] = swap.their_round
-
-    def set_aside(self) -> dict[PeerId, SetAside]:
-        """What is held against peers that erred, with counts and reasons; `until` by `time.monotonic`.
-
-        Such a peer sent values that are not finite, tensors of another layout or garbled frames, or lay more than
-        `FAR_EXCESS` radii away. The first time has no consequence; from the second on this peer does not pair
-        with it, for 30 s and then twice as long each time (`gasloc.offences`). A clean trade takes one off.
-        """
-        return self._offences.standing()
-
-    def rejected_records(self) -> int:
-        """Members' records that were refused so far: junk, forged, too large, of another run."""
-        return self._peer.rejected_records
 
     def send(self, report: Report) -> "concurrent.futures.Future[Delivery]":
         """Sends a learner's fragment to the run's syncer; see `gasloc.learner.SyncerLink`."""
@@ -347,7 +252,7 @@ class Swarm:
         training thread does between rounds counts as local steps.
         Raises what publishing the round before raised, such as `DaemonError` when p2pd has ended.
         """
-        self._judge(result)
+        self.company.judge(result)
         self._earned = (self._earned if self._stale else result.round) + 1
         now = time.monotonic()
         took_s = now - self._round_started if seconds is None else seconds
@@ -355,12 +260,13 @@ class Swarm:
         self._round_started = now
         if result.partners:
             self._partners = result.partners
+        transfer_s = self._pacer.transfer_s(self._status, result)
         self._status = Status(
             round=result.next_round,
             state=MemberState.TRAINING,
             step_time_s=pacing.smooth(self._status.step_time_s, step_s),
             exchange_time_s=pacing.smooth(
-                self._status.exchange_time_s, overlap.unhidden_s(self._transfer_s(result), result.waited_s)
+                self._status.exchange_time_s, overlap.unhidden_s(transfer_s, result.waited_s)
             ),
             tokens=tokens,
             local_steps=result.local_steps,
@@ -370,36 +276,8 @@ class Swarm:
         self._send_status()
 
     def pace(self, previous: int) -> tuple[int, str]:
-        """How many local steps this peer takes in the coming round, and why; `previous` is what it took last.
-
-        See `gasloc.pacing`. The recipe's number where it says no to pacing, or where nobody waits for anybody.
-        """
-        reference = self.recipe.local_steps
-        if not self.recipe.pacing or self.recipe.topology in ("none", "syncer"):
-            return reference, f"the recipe's {reference} steps: it has no pacing"
-        training = self._training()
-        statuses = {self.me: self._status, **{peer: member.status for peer, member in training.items()}}
-        paces = {peer: pacing.Pace(status.step_time_s, status.exchange_time_s) for peer, status in statuses.items()}
-        if self._pairs_once():
-            round = self._status.round
-            near = {peer: paces[peer] for peer in self.members(round) if peer in paces}
-            paces |= pacing.beside_partners(near, self.recipe.topology, round=round, me=self.me, seed=self.recipe.seed)
-        own = paces[self.me]
-        self._early_s = max(own.exchange_time_s - self._status.exchange_time_s, 0.0) if own.known else 0.0
-        return pacing.local_steps(own, list(paces.values()), reference, MOST_STEPS * reference, previous=previous)
-
-    def _transfer_s(self, result: RoundResult) -> float:
-        """Of transfers alone: the wait for a late partner must not make us look slow ourselves."""
-        transfers_s = {peer: swap.seconds for peer, swap in result.swaps.items() if swap.answer is Answer.ACCEPT}
-        if not self._pairs_once():
-            return max(transfers_s.values(), default=math.nan)
-        known = {peer: member.status.exchange_time_s for peer, member in self._training().items()}
-        told = [(seconds, known.get(peer, math.nan)) for peer, seconds in transfers_s.items()]
-        return pacing.own_transfer_s(self._status.exchange_time_s, told)
-
-    def _pairs_once(self) -> bool:
-        """Whether a round has one exchange, with a few partners: a transfer tells then which side was slow."""
-        return self.recipe.topology != "all-to-all" and self.recipe.mixes == 1 and self.recipe.fragments == 1
+        """How many local steps this peer takes in the coming round, and why; `previous` is what it took last."""
+        return self._pacer.local_steps(self._status, previous)
 
     def train(self) -> None:
         """Tells the others that the first local step comes now."""
@@ -460,52 +338,13 @@ class Swarm:
     ) -> None:
         self.close()
 
-    def _judge(self, result: RoundResult) -> None:
-        for peer in result.partners:
-            excess = result.clipped.get(peer, 0.0)
-            if excess > FAR_EXCESS:
-                self._count_offence(peer, f"its parameters were {excess:.3g} times the radius away from ours")
-            else:
-                self._offences.forgive(peer)
-
-    def _count_offence(self, peer: PeerId, what: str) -> None:
-        now = time.monotonic()
-        if peer in self._offences.barred(now):  # known, and not asked for: it came to us
-            return
-        follows = self._offences.add(peer, what, now)
-        if follows.until > now and self.on_set_aside is not None:
-            self.on_set_aside(peer, follows)
-
-    def _leaves_out(self, member: Member) -> bool:
-        """Whether a member is not dealt with: see `peers.access`."""
-        reason = self._peer.objection(member)
-        if reason is not None and member.peer_id not in self._left_out and len(self._left_out) < MOST_LEFT_OUT:
-            self._left_out.add(member.peer_id)
-            if self.on_left_out is not None:
-                self.on_left_out(f"left out of this run: {reason}")
-        return reason is not None
-
-    def _syncer(self) -> PeerId:
-        """The run's syncer; on the network thread."""
-        syncers = [peer for peer, member in self.others().items() if member.status.state is MemberState.MERGING]
-        if not syncers:
-            raise UnreachableError("no syncer is seen in the run")
-        return min(syncers)
-
-    def _training(self) -> dict[PeerId, Member]:
-        return {
-            peer: member
-            for peer, member in self.others().items()
-            if member.status.state in (MemberState.TRAINING, MemberState.WAITING)
-        }
-
     def _decide(self, mine: int) -> tuple[Source, str]:
         """Where this peer's state comes from; looks again for a while when others are about to train."""
         deadline = time.monotonic() + MEMBERS_TIMEOUT_S
         while True:
             with contextlib.suppress(TimeoutError):
                 self._wait(self._peer.membership.refresh())
-            others = [member.status for member in self.others().values()]
+            others = [member.status for member in self.company.others().values()]
             source, reason = entry.decide(mine, others, first=self._first, stale_rounds=self.recipe.stale_rounds)
             if source is not Source.WAIT:
                 return source, reason
@@ -555,18 +394,3 @@ class Swarm:
 def size_of(tensors: Tensors) -> int:
     """Bytes of all tensors together."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-
-
-def read_card(card: RunCard, expected: RunCard | None = None) -> Recipe:
-    """The recipe in a run's card. Raises `RunError` if it is not valid, or not of the run expected."""
-    try:
-        recipe = parse(json.loads(card.document))
-    except (ValueError, GaslocError) as error:
-        raise RunError(f"run '{card.run}': its recipe cannot be read here, perhaps another version: {error}") from None
-    if recipe.digest != card.digest:
-        raise RunError(f"run '{card.run}': its recipe has digest {recipe.digest[:12]}, not {card.digest[:12]} as said")
-    if expected is not None and (card.run, card.digest) != (expected.run, expected.digest):
-        raise RunError(
-            f"the swarm there trains run '{card.run}', this folder holds run '{expected.run}': choose another --dir"
-        )
-    return recipe

@@ -108,7 +108,7 @@ class Trainer:
         self.resumed = self._resume()
         if swarm is not None:
             swarm.on_exchange = self._announce
-            swarm.on_set_aside = self._warn_of
+            swarm.company.on_set_aside = self._warn_of
         self._save_trouble = ""
         """Why the last checkpoint could not be written, as told."""
         self._no_state = Reasons()

@@ -129,7 +129,7 @@ def _train(
     device = inner.pick_device(options.device)
     with open_swarm(folder, stop.event) as swarm:
         stop.on_second = swarm.abandon
-        swarm.on_left_out = lambda line: events.emit(Warned(line))
+        swarm.company.on_left_out = lambda line: events.emit(Warned(line))
         swarm.on_download = lambda progress: events.emit(downloading(progress))
         recipe, card = swarm.recipe, swarm.card
         folder.write_card(StoredCard(run=card.run, digest=card.digest, document=card.document))
@@ -207,7 +207,7 @@ def downloading(progress: Progress) -> Downloading:
 
 def _keep_peers(folder: RunFolder, options: WorkerOptions, swarm: Swarm) -> None:
     """Keeps where the swarm can be reached, for a `join --dir` without `--peers`."""
-    others = [address for member in swarm.others().values() for address in member.addresses]
+    others = [address for member in swarm.company.others().values() for address in member.addresses]
     addresses = list(dict.fromkeys([*others, *options.presence.initial_peers]))
     if addresses:
         folder.write_peers(addresses[:64])

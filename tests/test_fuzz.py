@@ -26,9 +26,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gasloc import checkpoint, recipe
+from gasloc.card import read_card
 from gasloc.errors import CheckpointError, RecipeError, RunError
 from gasloc.recipe import Recipe
-from gasloc.swarm import read_card
 from peers.access import Access, GuardedTransport
 from peers.body import NoDigest, receive_table
 from peers.donor import CARD_PROTOCOL, STATE_PROTOCOL, Donor, RunCard, fetch_card

@@ -233,24 +233,24 @@ def test_a_peer_that_is_far_away_again_and_again_is_set_aside(tmp_path: Path) ->
     far = RoundResult(0, 1, (liar,), {}, 1, 1, "", 0.0, 0.0, 0, 0, 1, "", clipped={liar: 50.0})
     near = replace(far, clipped={liar: 1.5})  # clipped, but not by so much that it must have lied
     with Swarm.start(recipe, PeerOptions(identity_path=tmp_path / "key", host="127.0.0.1")) as swarm:
-        swarm.on_set_aside = lambda peer, offender: told.append((peer, offender))
+        swarm.company.on_set_aside = lambda peer, offender: told.append((peer, offender))
         swarm.enter(optimizer)
         swarm.publish(near)
-        assert swarm.set_aside() == {}
+        assert swarm.company.set_aside() == {}
         swarm.publish(far)
-        assert swarm.set_aside()[liar].count == 1
+        assert swarm.company.set_aside()[liar].count == 1
         assert not told
         swarm.publish(far)
-        held = swarm.set_aside()[liar]
+        held = swarm.company.set_aside()[liar]
         assert held.count == 2
         assert told == [(liar, held)]
         assert held.reason == (
             "its parameters were 50 times the radius away from ours; its offence number 2, set aside for 30 s"
         )
         swarm.publish(far)
-        assert swarm.set_aside() == {liar: held}
+        assert swarm.company.set_aside() == {liar: held}
         swarm.publish(near)
-        assert swarm.set_aside()[liar].count == 1
+        assert swarm.company.set_aside()[liar].count == 1
 
 
 def test_a_state_that_is_not_finite_is_put_back_and_the_peer_learns_on(three: Outcome) -> None:
