@@ -250,7 +250,7 @@ class Trainer:
 
     def _tell_standing(self, swarm: "Swarm") -> None:
         """What is held against others, for `gasloc status`; where it changed."""
-        held, rejected = swarm.set_aside(), swarm.rejected_records()
+        held, rejected = swarm.company.set_aside(), swarm.company.rejected_records()
         told = rejected, {peer: (one.count, one.reason) for peer, one in held.items()}
         if told == self._told_standing:
             return
