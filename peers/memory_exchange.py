@@ -1,4 +1,4 @@
-"""`Exchange` in one process: no bytes, no streams, the same answers."""
+"""`Exchange` in one process: no streams, the same answers, and the same values and bytes under every codec."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -6,14 +6,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from peers import codec
+from peers import codec, lossy
+from peers.bodies import Bodies, bodies, noise
+from peers.codec import CodecName
+from peers.errors import ProtocolError
 from peers.exchange import Answer, Offer, PeerId, Slot, Swap, Tensors, layout_of
 from peers.hello import Place, Stage, whereabouts, whereabouts_left_over, words
 from peers.stream_exchange import check_offers
 from peers.table import first_difference
 
-Carry = Callable[[PeerId, PeerId, Tensors], Awaitable[int]]
-"""Takes as long as a link needs for tensors from the first peer to the second; returns their bytes on the wire.
+Carry = Callable[[PeerId, PeerId, int], Awaitable[None]]
+"""Takes as long as a link needs for so many bytes from the first peer to the second.
 
 Raises `ConnectionError` when the link breaks.
 """
@@ -22,6 +25,8 @@ Raises `ConnectionError` when the link breaks.
 @dataclass(slots=True, eq=False)
 class _Wait:
     offer: Offer
+    bodies: Bodies | None
+    """What is sent, made ready; None under fp32, which changes nothing."""
     outcome: asyncio.Future[Swap]
     transfer: asyncio.Task[None] | None = None
     """Set once the partner is there and bytes are under way."""
@@ -44,14 +49,20 @@ class _Look:
 class MemoryHub:
     """The peers of one process that can reach each other. All must run on one event loop.
 
-    With `carry` a trade takes the time that its links need; without, none.
+    With `carry` a trade takes the time that its links need; without, none. What arrives, and in how many bytes, is as
+    over streams: see `peers.lossy`, also for which bytes are counted.
     """
 
-    def __init__(self, carry: Carry | None = None) -> None:
+    def __init__(self, carry: Carry | None = None, codec: CodecName = "fp32") -> None:
         self.carry = carry
+        self.codec: CodecName = codec
         self.members: dict[PeerId, MemoryExchange] = {}
         self.waiting: dict[PeerId, dict[tuple[MemoryExchange, Slot], None]] = {}
         """Who waits for a peer, or would have it as its next choice, and in which slots."""
+        self.modular_blocks = 0
+        """Blocks that were sent modulo a range so far."""
+        self.resent_blocks = 0
+        """Those of them that the first codes did not restore."""
 
 
 class MemoryExchange:
@@ -92,11 +103,12 @@ class MemoryExchange:
         began = loop.time()
         self._place.reach(slot, began)
         self._place.enter(slot, Stage.WAITING)
-        unfit = _unfit(offers)
-        if unfit:
+        try:
+            made = self._ready(offers)
+        except ProtocolError as error:
             self._tell_others()
-            return {partner: Swap(Answer.REFUSED, f"nothing was sent: our own {unfit}") for partner in offers}
-        waits = {partner: _Wait(offer, loop.create_future()) for partner, offer in offers.items()}
+            return {partner: Swap(Answer.REFUSED, f"nothing was sent: our own {error}") for partner in offers}
+        waits = {partner: _Wait(offer, made.get(partner), loop.create_future()) for partner, offer in offers.items()}
         self._waits.update({(slot, partner): wait for partner, wait in waits.items()})
         for partner in waits:
             self._hub.waiting.setdefault(partner, {})[self, slot] = None
@@ -132,11 +144,15 @@ class MemoryExchange:
             raise ValueError(f"a search in {words(slot)} is under way already")
         began = loop.time()
         self._place.reach(slot, began)
-        unfit = _unfit(offers)
-        if unfit or not candidates:
+        try:
+            made = self._ready({"": offer} if candidates else {})
+        except ProtocolError as error:
             self._move(slot, Stage.OVER)
-            return {peer: Swap(Answer.REFUSED, f"nothing was sent: our own {unfit}") for peer in offers}
-        look = self._looks[slot] = _Look(tuple(candidates), _Wait(offer, loop.create_future()))
+            return {peer: Swap(Answer.REFUSED, f"nothing was sent: our own {error}") for peer in offers}
+        if not candidates:
+            self._move(slot, Stage.OVER)
+            return {}
+        look = self._looks[slot] = _Look(tuple(candidates), _Wait(offer, made.get(""), loop.create_future()))
         for peer in candidates:
             self._hub.waiting.setdefault(peer, {})[self, slot] = None
         try:
@@ -164,6 +180,13 @@ class MemoryExchange:
         """Enters another stage of a slot, and has those that wait for us look again, once this is through."""
         self._place.enter(slot, stage)
         asyncio.get_running_loop().call_soon(self._tell_others)
+
+    def _ready(self, offers: Mapping[PeerId, Offer]) -> dict[PeerId, Bodies]:
+        """What partners are sent, under a codec that changes it. Raises `ProtocolError` for what cannot be sent."""
+        if self._hub.codec != "fp32":
+            return bodies(offers, self._hub.codec)
+        _check_finite(offers)
+        return {}
 
     def _tell_others(self) -> None:
         """Has those that wait for us look again."""
@@ -228,13 +251,36 @@ class MemoryExchange:
             for wait in (ours, theirs):
                 wait.end(Swap(Answer.REFUSED, problem))
             return
-        swaps = (_traded(slot, theirs.offer), _traded(slot, ours.offer))
+        try:
+            swaps = self._traded(slot, other.me, ours, theirs)
+        except ProtocolError as error:
+            for wait in (ours, theirs):
+                wait.end(Swap(Answer.REFUSED, str(error)))
+            return
         if self._hub.carry is None:
             ours.end(swaps[0])
             theirs.end(swaps[1])
             return
         carrying = self._carry(self._hub.carry, other, (ours, theirs), swaps)
         ours.transfer = theirs.transfer = asyncio.get_running_loop().create_task(carrying)
+
+    def _traded(self, slot: Slot, partner: PeerId, ours: _Wait, theirs: _Wait) -> tuple[Swap, Swap]:
+        """What each side gets in the end, ours first. Raises `ProtocolError` for what a receiver would refuse."""
+        if ours.bodies is None or theirs.bodies is None:
+            sent = tuple(size_bytes(wait.offer.send) for wait in (ours, theirs))
+            return (
+                _swap(slot, theirs.offer, _clone(theirs.offer.send), (sent[0], sent[1])),
+                _swap(slot, ours.offer, _clone(ours.offer.send), (sent[1], sent[0])),
+            )
+        noises = noise(self.me, partner, slot), noise(partner, self.me, slot)
+        there, back = lossy.traded(ours.bodies, theirs.bodies, noises)
+        self._hub.modular_blocks += there.blocks + back.blocks
+        self._hub.resent_blocks += there.resent + back.resent
+        size = there.sent_bytes + back.returned_bytes, back.sent_bytes + there.returned_bytes
+        return (
+            _swap(slot, theirs.offer, back.tensors, size),
+            _swap(slot, ours.offer, there.tensors, (size[1], size[0])),
+        )
 
     async def _carry(
         self, carry: Carry, other: "MemoryExchange", waits: tuple[_Wait, _Wait], swaps: tuple[Swap, Swap]
@@ -244,12 +290,12 @@ class MemoryExchange:
         began = loop.time()
         ours, theirs = waits
         legs = [
-            asyncio.ensure_future(carry(self.me, other.me, ours.offer.send)),
-            asyncio.ensure_future(carry(other.me, self.me, theirs.offer.send)),
+            asyncio.ensure_future(carry(self.me, other.me, swaps[0].bytes_sent)),
+            asyncio.ensure_future(carry(other.me, self.me, swaps[1].bytes_sent)),
         ]
         broken = "the transfer broke"
         try:
-            sent, came = await asyncio.gather(*legs)
+            await asyncio.gather(*legs)
         except ConnectionError as error:
             for wait in waits:
                 wait.end(Swap(Answer.BROKEN, f"{broken}: {error}"))
@@ -259,8 +305,8 @@ class MemoryExchange:
             raise
         else:
             seconds = loop.time() - began
-            ours.end(replace(swaps[0], bytes_sent=sent, bytes_received=came, seconds=seconds))
-            theirs.end(replace(swaps[1], bytes_sent=came, bytes_received=sent, seconds=seconds))
+            ours.end(replace(swaps[0], seconds=seconds))
+            theirs.end(replace(swaps[1], seconds=seconds))
         finally:
             for leg in legs:
                 leg.cancel()
@@ -282,8 +328,22 @@ def _timed(swap: Swap, waited_s: float) -> Swap:
     return swap if swap.answer is Answer.ACCEPT else replace(swap, seconds=waited_s)
 
 
-def _traded(slot: Slot, given: Offer) -> Swap:
-    return Swap(Answer.ACCEPT, f"traded in {words(slot)}", _clone(given.send), dict(given.note), slot.round)
+def _swap(slot: Slot, given: Offer, tensors: Tensors, size_bytes: tuple[int, int]) -> Swap:
+    """A trade that came about; bytes sent and received."""
+    return Swap(
+        Answer.ACCEPT,
+        f"traded in {words(slot)}",
+        tensors,
+        dict(given.note),
+        slot.round,
+        bytes_sent=size_bytes[0],
+        bytes_received=size_bytes[1],
+    )
+
+
+def size_bytes(tensors: Tensors) -> int:
+    """Of named tensors as they are."""
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 async def _stop(transfers: list[asyncio.Task[None]]) -> None:
@@ -298,12 +358,11 @@ def _problem(receiver: Offer, sender: Offer) -> str | None:
     return first_difference(expect, layout_of(sender.send))
 
 
-def _unfit(offers: Mapping[PeerId, Offer]) -> str | None:
+def _check_finite(offers: Mapping[PeerId, Offer]) -> None:
     for offer in offers.values():
         for name, tensor in offer.send.items():
             if not codec.is_finite(tensor):
-                return f"tensor '{name}' holds NaN or infinite values"
-    return None
+                raise ProtocolError(f"tensor '{name}' holds NaN or infinite values")
 
 
 def _clone(tensors: Tensors) -> dict[str, torch.Tensor]:

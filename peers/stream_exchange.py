@@ -2,20 +2,17 @@
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
-import torch
-
 from peers import codec
-from peers.body import Body
+from peers.bodies import Bodies, bodies, noise
 from peers.codec import CodecName
 from peers.errors import GarbledError, LayoutError, ProtocolError, RefusedError, WireError
-from peers.exchange import Answer, Offer, PeerId, Slot, Swap, Tensors, layout_of
+from peers.exchange import Answer, Offer, PeerId, Slot, Swap, layout_of
 from peers.hello import Hello, Reply, Stage, read_note, words
 from peers.meter import Meter
 from peers.next_choice import NextChoice
@@ -34,14 +31,6 @@ _MAX_STREAMS_PER_PEER = 32
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Bodies:
-    """What one partner is sent, and our own values of what it sends: the same body where both send the same."""
-
-    send: Body
-    near: Body
 
 
 class StreamExchange:
@@ -117,9 +106,9 @@ class StreamExchange:
         waits = self._rendezvous.expect(slot, offers)
         self._rendezvous.move(slot, Stage.WAITING)
         try:
-            bodies = await asyncio.to_thread(_bodies, offers, self._codec)
+            made = await asyncio.to_thread(bodies, offers, self._codec)
             tasks = {
-                partner: asyncio.create_task(self._settle(waits[partner], offer, bodies[partner], deadline))
+                partner: asyncio.create_task(self._settle(waits[partner], offer, made[partner], deadline))
                 for partner, offer in offers.items()
             }
             return await self._all(tasks)
@@ -156,22 +145,22 @@ class StreamExchange:
     ) -> dict[PeerId, Swap]:
         loop = asyncio.get_running_loop()
         started = loop.time()
-        bodies = asyncio.ensure_future(asyncio.to_thread(_bodies, {"": offer}, self._codec))
+        making = asyncio.ensure_future(asyncio.to_thread(bodies, {"": offer}, self._codec))
         try:
             met, heard = await self._next_choice.find(slot, candidates, offer.note, deadline)
             waited_s = loop.time() - started
             swaps = {peer: replace(swap, seconds=waited_s) for peer, swap in heard.items()}
             if met is not None:
                 try:
-                    body = (await bodies)[""]
+                    body = (await making)[""]
                 except BaseException:
                     _leave(met)
                     raise
                 swaps[met.partner] = await self._trade(met, slot, offer, body)
             return swaps
         finally:
-            bodies.cancel()
-            await asyncio.gather(bodies, return_exceptions=True)
+            making.cancel()
+            await asyncio.gather(making, return_exceptions=True)
 
     async def _all(self, tasks: dict[PeerId, asyncio.Task[Swap]]) -> dict[PeerId, Swap]:
         await self._until_done(list(tasks.values()))
@@ -194,7 +183,7 @@ class StreamExchange:
             return Swap(Answer.STOPPED, "this peer is leaving")
         return task.result()
 
-    async def _settle(self, wait: Wait, offer: Offer, body: _Bodies, deadline: float) -> Swap:
+    async def _settle(self, wait: Wait, offer: Offer, body: Bodies, deadline: float) -> Swap:
         """One partner, from the first word to the outcome."""
         loop = asyncio.get_running_loop()
         started = loop.time()
@@ -208,7 +197,7 @@ class StreamExchange:
             return replace(met, seconds=loop.time() - started)
         return await self._trade(met, wait.slot, offer, body)
 
-    async def _trade(self, met: Meeting, slot: Slot, offer: Offer, body: _Bodies) -> Swap:
+    async def _trade(self, met: Meeting, slot: Slot, offer: Offer, body: Bodies) -> Swap:
         loop = asyncio.get_running_loop()
         started = loop.time()
         try:
@@ -222,14 +211,14 @@ class StreamExchange:
             seconds=loop.time() - started,
         )
 
-    async def _send_and_receive(self, met: Meeting, slot: Slot, offer: Offer, body: _Bodies) -> Swap:
+    async def _send_and_receive(self, met: Meeting, slot: Slot, offer: Offer, body: Bodies) -> Swap:
         expect = layout_of(offer.send) if offer.expect is None else offer.expect
         try:
             if met.incoming:
                 reply = Reply(Answer.ACCEPT, "expected", slot.round, offer.note)
                 await met.wire.send_header(Kind.HEADER, reply.to_json())
-            noise = _noise(self.me, met.partner, slot)
-            trade = Trade(met.wire, body.send, expect, stall_s=self._stall_s, near=body.near, noise=noise)
+            rounding = noise(self.me, met.partner, slot)
+            trade = Trade(met.wire, body.send, expect, stall_s=self._stall_s, near=body.near, noise=rounding)
             tensors = await trade.run()
             await met.wire.close(_CLOSE_S)
         except TimeoutError:
@@ -289,32 +278,6 @@ def check_offers(me: PeerId, offers: Mapping[PeerId, Offer]) -> None:
         for name, tensor in offer.send.items():
             if not codec.floating(tensor.dtype):
                 raise LayoutError(f"tensor '{name}' is {tensor.dtype}: only floating-point tensors are exchanged")
-
-
-def _bodies(offers: Mapping[PeerId, Offer], codec_name: CodecName) -> dict[PeerId, _Bodies]:
-    """Each partner's bodies; tensors that go to several partners are read once."""
-    made: dict[tuple[int, int], Body] = {}
-
-    def body(tensors: Tensors, start: Tensors | None) -> Body:
-        key = id(tensors), id(start)
-        if key not in made:
-            made[key] = Body(tensors, codec_name, start)
-        return made[key]
-
-    def near(offer: Offer) -> Tensors:
-        return offer.send if offer.near is None or codec_name not in codec.MODULAR_CODECS else offer.near
-
-    return {
-        partner: _Bodies(body(offer.send, offer.start), body(near(offer), offer.start))
-        for partner, offer in offers.items()
-    }
-
-
-def _noise(me: PeerId, partner: PeerId, slot: Slot) -> torch.Generator:
-    """The noise that rounds what we send: another in every trade, and the same if it is repeated."""
-    words = repr((me, partner, slot.round, slot.mix, slot.phase)).encode()
-    seed = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
-    return torch.Generator().manual_seed(seed)
 
 
 def _leave(met: Meeting) -> None:

@@ -14,7 +14,7 @@ from gasloc.recipe import Recipe
 from gasloc.simulation.conditions import Conditions, conditions_of, numbers
 from gasloc.simulation.quadratic import QuadraticProblem
 from gasloc.simulation.record import Record
-from gasloc.simulation.run import Simulation, Variant
+from gasloc.simulation.run import Simulation, Variant, beside, run_together
 from tests.simulations import Heard, decoder, play, tiny_recipe
 
 EVERYTHING: list[dict[str, Any]] = [
@@ -157,6 +157,30 @@ def test_a_worker_on_a_thin_link_takes_fewer_steps_when_paced() -> None:
     assert max(thin[1:]) <= 20
 
 
+@pytest.mark.parametrize("topology", ["1-peer", "2-peer"])
+def test_nobody_waits_for_a_thin_link_when_paced_and_its_partners_of_the_round_alone_take_fewer_steps(
+    topology: str,
+) -> None:
+    even = [Conditions(bandwidth=24.0)] * 8
+    seconds, steps = {}, {}
+    for name, conditions in (("even", even), ("thin", [*even[1:], Conditions(bandwidth=2.4)])):
+        recipe = quadratic_recipe(topology=topology, pacing=True, rounds=14, exchange={"grace_s": 6.0})
+        _, heard = play(recipe, QuadraticProblem(6), conditions)
+        late = [rounds_of(heard, f"worker-{number}")[6:] for number in range(7)]
+        seconds[name] = sum(event.seconds for events in late for event in events) / sum(map(len, late))
+        steps[name] = {
+            (beside, event.local_steps)
+            for events in late
+            for event in events
+            for beside in ["worker-7" in event.partners and name == "thin"]
+        }
+        assert all(event.mixed for events in late for event in events)
+    assert steps["even"] == {(False, 30)}
+    assert {count for beside, count in steps["thin"] if not beside} == {30}
+    assert all(count < 30 for beside, count in steps["thin"] if beside)
+    assert seconds["thin"] == pytest.approx(seconds["even"], rel=0.01)
+
+
 def test_a_slow_learner_is_neither_waited_for_nor_over_weighted() -> None:
     recipe = quadratic_recipe(topology="syncer", syncer={"quorum": 2}, local_steps=10)
     problem = QuadraticProblem(6)
@@ -189,6 +213,52 @@ def test_bytes_are_what_the_topology_says() -> None:
         assert result.sent_bytes == [3 * size_bytes] * 4, topology
         reported = sum(event.bytes_sent for event in rounds_of(heard, "worker-0"))
         assert reported == result.sent_bytes[0], topology
+
+
+@pytest.mark.parametrize("topology", ["1-peer", "2-peer", "all-to-all", "syncer"])
+def test_under_a_codec_less_travels_and_all_converge(topology: str) -> None:
+    """The modular ones send a syncer what they would send in fp32."""
+    problem = QuadraticProblem(1_024, tensors=1)  # a row of one dimension is never quantized
+    for codec, share in (("fp32", 1.0), ("bf16", 0.5), ("int8", 1.0), ("modular4", 1.0)):
+        recipe = quadratic_recipe(topology=topology, rounds=6, exchange={"codec": codec})
+        exact, _ = play(quadratic_recipe(topology=topology, rounds=6), problem, 4)
+        result, _ = play(recipe, problem, 4)
+        assert sum(result.sent_bytes) == pytest.approx(share * sum(exact.sent_bytes))
+        loss, exact_loss = (problem.validation_loss(run.parameters[0]) for run in (result, exact))
+        assert loss == pytest.approx(exact_loss, rel=0.05)
+
+
+@pytest.mark.parametrize(("codec", "share"), [("int8", 0.30), ("modular8", 0.32), ("modular4", 0.20)])
+def test_a_decoder_trades_what_the_wire_would_carry(codec: str, share: float) -> None:
+    sizes = {"dim": 32, "hidden_dim": 64}
+    model = tiny_recipe().model.model_dump() | sizes
+    runs = {}
+    for name in ("fp32", codec):
+        recipe = tiny_recipe(topology="2-peer", model=model, exchange={"codec": name})
+        runs[name] = play(recipe, decoder(recipe, torch.float32), 4)[0]
+    assert runs[codec].sent_bytes[0] <= share * runs["fp32"].sent_bytes[0]
+    exact, lossy = (runs[name].parameters[0]["embedding.weight"] for name in ("fp32", codec))
+    assert not torch.equal(exact, lossy)
+    assert torch.allclose(exact, lossy, atol=0.05)
+
+
+def test_simulations_beside_each_other_come_to_what_each_comes_to_alone() -> None:
+    changes: list[dict[str, Any]] = [{"topology": "2-peer"}, {"topology": "all-to-all"}, {"topology": "1-peer"}]
+    recipes = [tiny_recipe(**each) for each in changes]
+    conditions = [Conditions()] * 3
+    together = run_together(beside(recipes, decoder(recipes[0], torch.float64), conditions))
+    for recipe, result in zip(recipes, together, strict=True):
+        alone, _ = play(recipe, decoder(recipe, torch.float64), conditions)
+        assert result.sent_bytes == alone.sent_bytes
+        assert result.tokens == alone.tokens
+        for one, other in zip(result.parameters, alone.parameters, strict=True):
+            assert all(torch.allclose(tensor, other[name], rtol=0, atol=1e-9) for name, tensor in one.items())
+
+
+def test_only_what_trains_alike_is_simulated_beside_each_other() -> None:
+    recipes = [tiny_recipe(seed=0), tiny_recipe(seed=1)]
+    with pytest.raises(ValueError, match="differ in seed"):
+        beside(recipes, QuadraticProblem(4), [Conditions()] * 2)
 
 
 def test_many_workers_reach_consensus() -> None:

@@ -83,45 +83,74 @@ class _Buffers:
         self.gradient = torch.zeros_like(self.parameters)
 
 
-class Compute:
-    """Trains the workers of one simulation. `RunError` is raised where a loss stops being finite."""
+@dataclass(slots=True)
+class _Shared:
+    """What simulations have in common whose steps are taken together."""
 
-    def __init__(self, problem: Problem, optimizer: AdamW, peers: Sequence[PeerId]) -> None:
+    buffers: _Buffers
+    by_row: list[Trainee] = field(default_factory=list)
+    waiting: list[Steps] = field(default_factory=list)
+
+
+class Compute:
+    """Trains the workers of one simulation. `RunError` is raised where a loss stops being finite.
+
+    With `beside`, in rows of that one's buffers, so that the steps of both are taken together.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        optimizer: AdamW,
+        peers: Sequence[PeerId],
+        *,
+        simulations: int = 1,
+        beside: "Compute | None" = None,
+    ) -> None:
+        """`simulations` of as many workers, this one among them, may be `beside` it in the end.
+
+        Those must have the same problem and optimizer.
+        """
         self._problem = problem
         self._optimizer = optimizer
         initial = problem.initial()
         self._shapes = {name: tensor.shape for name, tensor in initial.items()}
         self._sizes = [tensor.numel() for tensor in initial.values()]
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in initial.values()])
-        decayed = torch.cat([flat.new_full((t.numel(),), float(t.dim() >= 2)) for t in initial.values()])
-        self._buffers = _Buffers(flat.repeat(len(peers), 1), decayed)
+        if beside is None:
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in initial.values()])
+            decayed = torch.cat([flat.new_full((t.numel(),), float(t.dim() >= 2)) for t in initial.values()])
+            self._shared = _Shared(_Buffers(flat.repeat(simulations * len(peers), 1), decayed))
+        else:
+            self._shared = beside._shared
+        self._buffers, self._by_row = self._shared.buffers, self._shared.by_row
+        first = len(self._by_row)
         self.trainees = {
-            peer: Trainee(row, peer, self._views(self._buffers.parameters[row])) for row, peer in enumerate(peers)
+            peer: Trainee(row, peer, self._views(self._buffers.parameters[row]))
+            for row, peer in enumerate(peers, first)
         }
-        self._by_row = list(self.trainees.values())
-        self._waiting: list[Steps] = []
+        self._by_row.extend(self.trainees.values())
 
     def ask(self, peer: PeerId, count: int) -> Steps:
         """Asks for local AdamW steps. `finish` them before looking at the worker's parameters."""
         steps = Steps(self.trainees[peer].row, count)
-        self._waiting.append(steps)
+        self._shared.waiting.append(steps)
         return steps
 
     def ask_gradient(self, peer: PeerId) -> Steps:
         """Asks for one gradient, without an update; `gradient` holds it once finished."""
         steps = Steps(self.trainees[peer].row, 1, gradient_only=True)
-        self._waiting.append(steps)
+        self._shared.waiting.append(steps)
         return steps
 
     def drop(self, steps: Steps) -> None:
         """Forgets steps that were not yet taken, as of a worker that died."""
-        if steps in self._waiting:
-            self._waiting.remove(steps)
+        if steps in self._shared.waiting:
+            self._shared.waiting.remove(steps)
 
     def finish(self, steps: Steps) -> float:
         """Takes the steps, together with all others asked for, unless they are taken. Returns the mean loss."""
         if not steps.done:
-            waiting, self._waiting = self._waiting, []
+            waiting, self._shared.waiting = self._shared.waiting, []
             self._take(waiting)
         return steps.loss_sum / steps.count
 
@@ -165,7 +194,9 @@ class Compute:
     def _step(self, active: list[Steps]) -> None:
         """One step of each; several rows at once only where the problem is batched."""
         trainees = [self._by_row[steps.row] for steps in active]
-        batches = [self._problem.batch(trainee.peer, trainee.step) for trainee in trainees]
+        keys = [(trainee.peer, trainee.step) for trainee in trainees]  # equal in simulations beside each other
+        made = {key: self._problem.batch(*key) for key in dict.fromkeys(keys)}
+        batches = [made[key] for key in keys]
         losses = self._gradients([trainee.row for trainee in trainees], batches)
         rows = []
         for steps, trainee, loss in zip(active, trainees, losses, strict=True):

@@ -83,8 +83,8 @@ class _Learner:
         self._worker = worker
         self._learning = learning
         self._syncer = syncer
-        self._sent: dict[int, tuple[Report, float]] = {}
-        """Reports not yet merged, by number, and when they were sent."""
+        self._sent: dict[int, tuple[Report, Tensors, float]] = {}
+        """Reports not yet merged, by number; what they were before they travelled, and when they were sent."""
         self._arrived: list[Merged | None] = []
         self._news = asyncio.Event()
         self._uploads: dict[int, asyncio.Task[None]] = {}
@@ -123,11 +123,20 @@ class _Learner:
         held = learning.parts[part]
         self._number += 1
         phi = learning.sent(part)
+        arriving, size_bytes = worker.world.parcel(phi)
         report = Report(
-            worker.peer, part, phi, held.tokens, held.steps, held.version, self._number, deliver=self._deliver
+            worker.peer,
+            part,
+            arriving,
+            size_bytes,
+            held.tokens,
+            held.steps,
+            held.version,
+            self._number,
+            deliver=self._deliver,
         )
-        self._sent[self._number] = (report, asyncio.get_running_loop().time())
-        worker.traffic.bytes_sent += worker.world.wire_bytes(phi)
+        self._sent[self._number] = (report, phi, asyncio.get_running_loop().time())
+        worker.traffic.bytes_sent += size_bytes
         self._uploads[part] = asyncio.ensure_future(self._upload(report))
 
     async def _upload(self, report: Report) -> None:
@@ -168,12 +177,12 @@ class _Learner:
                 self._take(merged)
 
     def _take(self, merged: Merged) -> None:
-        report, since_s = self._sent[merged.number]
+        report, phi, since_s = self._sent[merged.number]
         # later reports of the fragment stay: they were made on the way here
         self._sent = {
             number: sent for number, sent in self._sent.items() if sent[0].part != merged.part or number > merged.number
         }
-        self._learning.keep(merged.part, merged.theta, report.phi)
+        self._learning.keep(merged.part, merged.theta, phi)
         held = self._learning.parts[merged.part]
         held.version = merged.version
         held.tokens -= report.tokens

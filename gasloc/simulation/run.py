@@ -66,10 +66,12 @@ class Simulation:
         conditions: Sequence[Conditions],
         *,
         variant: Variant = DEFAULT,
+        compute: Compute | None = None,
     ) -> None:
+        """`compute` must be for `worker-0`, `worker-1` and so on; None: one of its own."""
         self.recipe = recipe
         method = method_of(recipe, variant.graph)
-        peers = [f"worker-{number}" for number in range(len(conditions))]
+        peers = _peers(conditions)
         initial = problem.initial()
         sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in initial.items()}
         parts = list(fragment(sizes, recipe.fragments).parts)
@@ -82,7 +84,7 @@ class Simulation:
         self.world = World(
             recipe,
             problem,
-            Compute(problem, _adamw(recipe), peers),
+            compute or Compute(problem, _adamw(recipe), peers),
             network,
             parts,
             method.graph,
@@ -102,8 +104,12 @@ class Simulation:
 
         Raises `RunError` where the loss is not finite or every worker lost the state.
         """
+        return run_together([self], listen)[0]
+
+    async def live(self, listen: Listener | None) -> Result:
+        """`run`, on a loop of virtual time."""
         self._listen = listen
-        seconds = virtual_time.run(self._all())
+        seconds = await self._all()
         workers = self.world.workers
         return Result(
             parameters=[{n: t.detach().clone() for n, t in w.trainee.parameters.items()} for w in workers],
@@ -122,7 +128,7 @@ class Simulation:
             world.network,
             learners=lambda: [worker.conditions.step_time_s for worker in world.training()],
             most_learners=len(world.workers),
-            wire_bytes=world.wire_bytes,
+            parcel=world.parcel,
         )
 
     async def _all(self) -> float:
@@ -167,6 +173,41 @@ class Simulation:
                 self._listen(peer, asyncio.get_running_loop().time(), event)
 
         return emit
+
+
+def beside(recipes: Sequence[Recipe], problem: Problem, conditions: Sequence[Conditions]) -> list[Simulation]:
+    """One simulation a recipe, all of one problem and conditions; `run_together` has their steps taken together.
+
+    Raises `ValueError` for recipes that do not train alike, and what `Simulation` raises.
+    """
+    first = recipes[0]
+    alike = ("seed", "rounds", "local_steps", "data", "model", "inner", "evaluation")
+    for recipe in recipes:
+        for name in alike:
+            if getattr(recipe, name) != getattr(first, name):
+                raise ValueError(f"recipes to be simulated beside each other differ in {name}")
+    shared = Compute(problem, _adamw(first), _peers(conditions), simulations=len(recipes))
+    computes = [shared] + [Compute(problem, _adamw(first), _peers(conditions), beside=shared) for _ in recipes[1:]]
+    return [
+        Simulation(recipe, problem, conditions, compute=compute)
+        for recipe, compute in zip(recipes, computes, strict=True)
+    ]
+
+
+def run_together(simulations: Sequence[Simulation], listen: Listener | None = None) -> list[Result]:
+    """Runs simulations to their ends on one virtual clock, each once; see `Simulation.run`.
+
+    What each comes to does not depend on the others, to the rounding of sums that are taken in other orders.
+    """
+
+    async def all_of_them() -> list[Result]:
+        return await asyncio.gather(*(simulation.live(listen) for simulation in simulations))
+
+    return virtual_time.run(all_of_them())
+
+
+def _peers(conditions: Sequence[Conditions]) -> list[PeerId]:
+    return [f"worker-{number}" for number in range(len(conditions))]
 
 
 def _adamw(recipe: Recipe) -> AdamW:

@@ -24,6 +24,8 @@ class Report:
     learner: PeerId
     part: int
     phi: Tensors
+    """As it arrives."""
+    size_bytes: int
     tokens: float
     steps: float
     version: int
@@ -56,9 +58,12 @@ class Syncer:
         network: Network,
         learners: Callable[[], list[float]],
         most_learners: int,
-        wire_bytes: Callable[[Tensors], int],
+        parcel: Callable[[Tensors], tuple[dict[str, Tensor], int]],
     ) -> None:
-        """`learners` gives the step times, seconds, of the learners that are up now, of `most_learners`."""
+        """`learners` gives the step times, seconds, of the learners that are up now, of `most_learners`.
+
+        `parcel` gives what arrives of tensors, and in how many bytes.
+        """
         self._theta = [{name: initial[name].detach().clone() for name in part} for part in parts]
         self._outer = [OuterStep(theta, make) for theta in self._theta]
         self._recipe = recipe
@@ -68,7 +73,7 @@ class Syncer:
         self._merge_rule = recipe.syncer.merge
         self._network = network
         self._learners = learners
-        self._wire_bytes = wire_bytes
+        self._parcel = parcel
         self._embeddings = {name for name in initial if name.endswith("embedding.weight")}
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._upload_s = self._download_s = 0.0
@@ -78,7 +83,7 @@ class Syncer:
         """Takes a learner's fragment over the links; `report.deliver` is called in good time, or never."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        await self._network.transfer(report.learner, SYNCER, self._wire_bytes(report.phi))
+        await self._network.transfer(report.learner, SYNCER, report.size_bytes)
         self._upload_s = pacing.smooth(self._upload_s, loop.time() - began_s)
         arrival = Arrival(
             learner=report.learner,
@@ -144,13 +149,13 @@ class Syncer:
     async def _send(self, report: Report, theta: dict[str, Tensor], version: int) -> None:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        size_bytes = self._wire_bytes(theta)
+        arriving, size_bytes = self._parcel(theta)
         try:
             await self._network.transfer(SYNCER, report.learner, size_bytes)
         except ConnectionError:
             return  # the learner died; it takes state from another when it is back
         self._download_s = pacing.smooth(self._download_s, loop.time() - began_s)
-        report.deliver(Merged(report.part, theta, version, report.number, size_bytes))
+        report.deliver(Merged(report.part, arriving, version, report.number, size_bytes))
 
 
 def options_of(recipe: Recipe, learners: int) -> SyncerOptions:

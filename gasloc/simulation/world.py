@@ -4,19 +4,19 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from gasloc.recipe import Recipe
 from gasloc.simulation.compute import Compute
 from gasloc.simulation.link import Network
 from gasloc.simulation.problem import Problem
+from peers import lossy
 from peers.exchange import PeerId, Tensors
 from peers.memory_exchange import MemoryHub
 
 if TYPE_CHECKING:
     from gasloc.simulation.syncer import Syncer
     from gasloc.simulation.worker import Worker
-
-_WIRE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1.02, "modular8": 1.02, "modular4": 0.53}
-"""Bytes an element, scales, checksums and blocks sent again included; measured by benchmarks/codecs.py."""
 
 
 class State(StrEnum):
@@ -56,7 +56,7 @@ class World:
     _training: "list[Worker] | None" = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.hub = MemoryHub(self.carry)
+        self.hub = MemoryHub(self.carry, self.recipe.exchange.codec)
 
     def training(self) -> "list[Worker]":
         """The workers in training. Not to be changed."""
@@ -88,13 +88,11 @@ class World:
             return all(worker.trainee.step == 0 for worker in self.workers)
         return all(worker.rounds_ended == 0 for worker in self.workers)
 
-    def wire_bytes(self, tensors: Tensors) -> int:
-        """Bytes of named tensors under the recipe's codec."""
-        return round(_WIRE_BYTES[self.recipe.exchange.codec] * sum(tensor.numel() for tensor in tensors.values()))
+    def parcel(self, tensors: Tensors) -> tuple[dict[str, Tensor], int]:
+        """What arrives at or from a syncer of these tensors under the recipe's codec, as a copy, and its bytes."""
+        return lossy.alone(tensors, self.recipe.exchange.codec)
 
-    async def carry(self, sender: PeerId, receiver: PeerId, tensors: Tensors) -> int:
-        """Takes tensors over the links, after a hello and its answer; returns their bytes."""
-        size_bytes = self.wire_bytes(tensors)
+    async def carry(self, sender: PeerId, receiver: PeerId, size_bytes: int) -> None:
+        """Takes bytes over the links, after a hello and its answer."""
         await self.network.hello(sender, receiver)
         await self.network.transfer(sender, receiver, size_bytes)
-        return size_bytes
