@@ -1,25 +1,29 @@
 """What each codec costs and loses on real states: bytes, error, blocks sent again, speed.
 
     python -m benchmarks.codecs [--json FILE] [--strict]
+    python -m benchmarks.codecs --loss [--quick | --rounds N --seeds N] [--json FILE] [--strict]
 
 Workers train a small decoder as a swarm does, exchanging in float32. In the last rounds each pair of partners also
 trades its parameters under every codec, over real streams in memory, and the bytes of those streams are counted, with
 everything that goes along. Speed is that of one thread, on values as they are in those rounds.
+
+With `--loss`, whole runs of eight simulated workers under each codec instead, see `benchmarks.codec_loss`: about a
+quarter of an hour of processor time for three seeds of 200 rounds. Without all of it the bars say little.
 """
 
 import argparse
 import asyncio
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
+from benchmarks import codec_loss
+from benchmarks.bars import Bar, add_options, finish
 from gasloc import corpus, inner, mixing, model, sampler, topology
 from gasloc.outer import OuterStep, make_outer
 from gasloc.recipe import Recipe
@@ -202,27 +206,35 @@ def main() -> int:
     """Prints the table and the bars; 1 where a bar is short and that was to be strict."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=8, help="of a schedule of 30")
+    parser.add_argument("--rounds", type=int, help="of a schedule of 30, 8 unless given; with --loss all, 200")
     parser.add_argument("--kept-rounds", type=int, default=3, help="last rounds in which codecs are measured")
     parser.add_argument("--repeats", type=int, default=50, help="of each speed; the best counts")
-    parser.add_argument("--json", type=Path, help="write the figures there")
-    parser.add_argument("--strict", action="store_true", help="exit code 1 where a bar is short")
+    loss = parser.add_argument_group("--loss")
+    loss.add_argument("--loss", action="store_true", help="the loss that each codec comes to")
+    loss.add_argument("--quick", action="store_true", help="one seed of 10 rounds")
+    loss.add_argument("--seeds", type=int, default=3)
+    loss.add_argument("--jobs", type=int, default=2, help="processes at once, one thread each")
+    loss.add_argument("--barred-only", action="store_true", help="only the rows that bars are about")
+    add_options(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.loss:
+        return losses(options)
+    rounds = options.rounds or 8
 
     rows: list[Row] = []
     pairs: list[tuple[State, State]] = []
     for name in TOPOLOGIES:
         recipe = Recipe(topology=name)
         pairs = []
-        for round_, states in train(recipe, options.workers, options.rounds, options.kept_rounds):
+        for round_, states in train(recipe, options.workers, rounds, options.kept_rounds):
             for peer in states:
                 weights = topology.row(name, round=round_, members=list(states), me=peer, seed=recipe.seed)
                 pairs += [(states[peer], states[other]) for other in weights if other != peer]
         rows += [measure(name, codec, pairs) for codec in CODECS]
     rates = speeds(*pairs[0], options.repeats)
     parameters = sum(tensor.numel() for tensor in pairs[0][0].phi.values())
-    print(f"{parameters:,} parameters, {options.workers} workers, the last {options.kept_rounds} of {options.rounds}")
+    print(f"{parameters:,} parameters, {options.workers} workers, the last {options.kept_rounds} of {rounds}")
     print(f"{'codec':10} {'topology':9} {'bytes/fp32':>10} {'error/movement':>15} {'resent':>8} {'GB/s enc, dec':>15}")
     for row in rows:
         encode, decode = rates[row.codec]
@@ -230,14 +242,29 @@ def main() -> int:
             f"{row.codec:10} {row.topology:9} {row.bytes_of_fp32:10.4f} {row.error_of_movement:15.2e} "
             f"{row.resent:8.2%} {encode:8.2f} {decode:6.2f}"
         )
-    bars = {name: max(row.bytes_of_fp32 for row in rows if row.codec == name) for name in BARS}
-    if options.json:
-        figures = {"rows": [asdict(row) for row in rows], "gb_per_s": rates, "bars": bars, "parameters": parameters}
-        options.json.write_text(json.dumps(figures, indent=1))
-    short = [name for name, limit in BARS.items() if bars[name] > limit]
-    for name, limit in BARS.items():
-        print(f"bar {name}_bytes {bars[name]:.4f} {limit} {'short' if name in short else 'ok'}")
-    return 1 if options.strict and short else 0
+    worst = {name: max(row.bytes_of_fp32 for row in rows if row.codec == name) for name in BARS}
+    bars = [Bar(f"{name}_bytes", worst[name], limit, at_least=False) for name, limit in BARS.items()]
+    figures = {"rows": [asdict(row) for row in rows], "gb_per_s": rates, "parameters": parameters}
+    return finish(bars, figures, json_path=options.json, strict=options.strict)
+
+
+def losses(options: argparse.Namespace) -> int:
+    """Runs `codec_loss`; what is known is printed, and written to the file of figures, as it comes."""
+    rounds, seeds = (10, 1) if options.quick else (options.rounds or 200, options.seeds)
+    runs: list[codec_loss.Run] = []
+    seconds = 0.0
+    for job, came, seconds in codec_loss.run_all(
+        codec_loss.jobs(seeds, rounds, barred_only=options.barred_only), options.jobs
+    ):
+        runs += came
+        sys.stdout.write(f"{seconds:6.0f} s  seed {job.seed}: {', '.join(job.rows)}\n")
+        sys.stdout.flush()
+        if options.json:
+            codec_loss.save(options.json, codec_loss.figures(runs, rounds, seconds))
+    lines = codec_loss.table(runs)
+    sys.stdout.write(codec_loss.text(lines) + "\n")
+    figures = codec_loss.figures(runs, rounds, seconds)
+    return finish(codec_loss.bars(lines), figures, json_path=options.json, strict=options.strict)
 
 
 if __name__ == "__main__":
