@@ -218,18 +218,19 @@ def test_bytes_are_what_the_topology_says() -> None:
 @pytest.mark.parametrize("topology", ["1-peer", "2-peer", "all-to-all", "syncer"])
 def test_under_a_codec_less_travels_and_all_converge(topology: str) -> None:
     """The modular ones send a syncer what they would send in fp32."""
-    problem = QuadraticProblem(1_024, tensors=1)  # a row of one dimension is never quantized
-    for codec, share in (("fp32", 1.0), ("bf16", 0.5), ("int8", 1.0), ("modular4", 1.0)):
-        recipe = quadratic_recipe(topology=topology, rounds=6, exchange={"codec": codec})
-        exact, _ = play(quadratic_recipe(topology=topology, rounds=6), problem, 4)
-        result, _ = play(recipe, problem, 4)
+    problem = QuadraticProblem(64)  # a row of one dimension is never quantized
+    changes: dict[str, Any] = {"topology": topology, "rounds": 3, "local_steps": 5}
+    exact, _ = play(quadratic_recipe(**changes), problem, 4)
+    for codec, share in (("bf16", 0.5), ("int8", 1.0), ("modular4", 1.0)):
+        result, _ = play(quadratic_recipe(**changes, exchange={"codec": codec}), problem, 4)
         assert sum(result.sent_bytes) == pytest.approx(share * sum(exact.sent_bytes))
         loss, exact_loss = (problem.validation_loss(run.parameters[0]) for run in (result, exact))
         assert loss == pytest.approx(exact_loss, rel=0.05)
 
 
-@pytest.mark.parametrize(("codec", "share"), [("int8", 0.30), ("modular8", 0.32), ("modular4", 0.20)])
+@pytest.mark.parametrize(("codec", "share"), [("int8", 0.30), ("modular8", 0.40), ("modular4", 0.30)])
 def test_a_decoder_trades_what_the_wire_would_carry(codec: str, share: float) -> None:
+    """In its first rounds: peers are not near each other yet, and many blocks are sent again."""
     sizes = {"dim": 32, "hidden_dim": 64}
     model = tiny_recipe().model.model_dump() | sizes
     runs = {}
