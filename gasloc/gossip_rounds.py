@@ -12,7 +12,7 @@ last of its outcomes was taken; until then the anchor, which newcomers get, is t
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -222,13 +222,22 @@ class GossipRounds:
         self._choice.count_exchange(overlap.link_time_s(accepted, exchanged.mixes_done, traded.seconds))
         self._take_outer_step(flight.index, exchanged.mix, current, flight.sent)
         if flight.ends is not None:
-            self._on_round(tally.result(flight.ends))
+            self._tell(tally, flight.ends)
 
     def _end_alone(self, index: int, phi: Tensors) -> None:
         tally = self._tally
         ended = self._close_round() if index == LAST else None
         self._take_outer_step(index, phi, {}, {})
         if ended is not None:
+            self._tell(tally, ended)
+
+    def _tell(self, tally: Tally, ended: Ended) -> None:
+        """Tells of a round all of whose outcomes are taken; whoever listens may train."""
+        now = self._progress.round
+        if now > ended.next_round:  # its exchange was made in a later round than that in which it was sent
+            reason = f"behind: our partners took us to their round, and training goes on in round {now}"
+            ended = replace(ended, next_round=now, next_reason=reason)
+        with torch.enable_grad():
             self._on_round(tally.result(ended))
 
     def _close_round(self) -> Ended:

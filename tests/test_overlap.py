@@ -203,6 +203,8 @@ class Partner:
     go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     fails: Exception | None = None
     answer: Answer = Answer.ACCEPT
+    round: int = 0
+    """Earlier rounds are over for the partner."""
 
     def members(self, round: int) -> set[PeerId]:
         return {"me", "partner"}
@@ -213,6 +215,8 @@ class Partner:
         self.sent.append({name: tensor.clone() for name, tensor in offers["partner"].send.items()})
         if self.fails is not None:
             raise self.fails
+        if slot.round < self.round:
+            return {"partner": Swap(Answer.AHEAD, "is ahead", their_round=self.round)}
         if self.answer is not Answer.ACCEPT:
             return {"partner": Swap(self.answer, "broke off")}
         theirs = {name: tensor + self.add for name, tensor in offers["partner"].send.items()}
@@ -444,6 +448,39 @@ def test_a_state_saved_in_flight_goes_on_as_if_that_exchange_had_not_been(tmp_pa
         assert [result.round for result in results] == [1]
         ends.append(resumed.state_dict()["tensors"])
     assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
+
+
+def test_one_that_was_behind_goes_on_after_the_round_in_which_it_mixed() -> None:
+    model, network = Weight(), Partner(add=2.0, round=3)
+    optimizer, results = make(model, network)
+    take(model, optimizer, 5)
+    network.go.release(20)
+    optimizer.take_outcomes()
+    assert results[0].mixed
+    assert (optimizer.round, optimizer.local_step) == (4, 1)
+    assert results[0].next_round == 4
+    assert "behind" in results[0].next_reason
+    take(model, optimizer, 3)
+    optimizer.take_outcomes()
+    assert network.slots == [Slot(0), Slot(3), Slot(4)]
+
+
+def test_those_who_listen_to_rounds_may_use_gradients() -> None:
+    heard: list[bool] = []
+    for bound in (0, 2):
+        model, network = Weight(), Partner()
+        optimizer = GaslocOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model,
+            network=network,
+            local_steps=2,
+            overlap=bound,
+            on_round=lambda result: heard.append(torch.is_grad_enabled()),
+        )
+        network.go.release(9)
+        take(model, optimizer, 2)
+        optimizer.take_outcomes()
+    assert heard == [True, True]
 
 
 def test_fresh_state_drops_what_is_under_way() -> None:
