@@ -139,7 +139,7 @@ async def exchange(
         radius=radius,
         start=start,
     )
-    exchanged = await traded(worker.exchange, trades, timeout_s=plan.grace_s)
+    exchanged = await traded(worker.exchange, trades, timeout_s=plan.grace_s + worker.early_s)
     if exchanged.round > slot.round:  # one further where we trained on: no round is exchanged twice
         worker.round = max(worker.round, exchanged.round + (worker.round > slot.round))
     traffic.exchange_s += loop.time() - began_s

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from gasloc import pacing, rounds
+from gasloc import overlap, pacing, rounds
 from gasloc.clipping import Clipped
 from gasloc.events import Evaluation, Event, Round
 from gasloc.inner import learning_rate
@@ -39,6 +39,8 @@ class Traffic:
     """The most local steps between sending and taking the outcome."""
     transfer_s: float = 0.0
     """Without the wait for partners that were late."""
+    transfers_s: dict[PeerId, float] = field(default_factory=dict)
+    """The same by partner."""
 
     def add(self, swaps: Mapping[PeerId, Swap]) -> None:
         """Counts the outcome of one exchange."""
@@ -47,7 +49,9 @@ class Traffic:
         for peer, swap in swaps.items():
             self.bytes_sent += swap.bytes_sent
             self.bytes_received += swap.bytes_received
-            if swap.answer is not Answer.ACCEPT:
+            if swap.answer is Answer.ACCEPT:
+                self.transfers_s[peer] = self.transfers_s.get(peer, 0.0) + swap.seconds
+            else:
                 self.failures[f"{peer}: {swap.reason}"] = None
 
     @property
@@ -93,6 +97,8 @@ class Worker:
         """Steps and mean loss of each stretch of training in this round."""
         self.pace = pacing.Pace(0.0, 0.0)
         """As the others know it: nothing before the first round's end."""
+        self.early_s = 0.0
+        """How much sooner than others it is to trade this round, as a partner's link is slow; it waits for them."""
         self.steps_of_round = world.recipe.local_steps
         self.traffic = Traffic()
         self.histories: dict[tuple[int, ...], tuple[float, ...]] = {}
@@ -134,7 +140,6 @@ class Worker:
 
     def begin_round(self) -> int:
         """Starts the clocks of a round; returns its number of local steps (H_i)."""
-        recipe = self.world.recipe
         self.traffic = Traffic()
         self.losses = []
         self._began_s = asyncio.get_running_loop().time()
@@ -142,11 +147,33 @@ class Worker:
             self.trainee.local_step = 0
         self.trainee.round = self.round
         if self.world.pacing:
-            paces = [worker.pace for worker in self.world.training()]
-            most = MOST_STEPS * recipe.local_steps
-            chosen = pacing.local_steps(self.pace, paces, recipe.local_steps, most, previous=self.steps_of_round)
-            self.steps_of_round = chosen[0]
+            self.steps_of_round = self._choose_steps()
         return self.steps_of_round
+
+    def _choose_steps(self) -> int:
+        """As `gasloc.swarm.Swarm.pace`."""
+        recipe = self.world.recipe
+        paces = {worker.peer: worker.pace for worker in self.world.training()} | {self.peer: self.pace}
+        if self._pairs_once():
+            near = {peer: paces[peer] for peer in self.world.members(self)} | {self.peer: self.pace}
+            paces |= pacing.beside_partners(near, self.world.graph, round=self.round, me=self.peer, seed=recipe.seed)
+        own = paces[self.peer]
+        self.early_s = max(own.exchange_time_s - self.pace.exchange_time_s, 0.0) if own.known else 0.0
+        most = MOST_STEPS * recipe.local_steps
+        steps, _ = pacing.local_steps(own, list(paces.values()), recipe.local_steps, most, previous=self.steps_of_round)
+        return steps
+
+    def _transfer_s(self, traffic: Traffic) -> float:
+        """What a round's transfers tell of our own link."""
+        if not self._pairs_once():
+            return traffic.transfer_s if traffic.partners else math.nan
+        known = {worker.peer: worker.pace.exchange_time_s for worker in self.world.training()}
+        told = [(seconds, known.get(peer, math.nan)) for peer, seconds in traffic.transfers_s.items()]
+        return pacing.own_transfer_s(self.pace.exchange_time_s, told)
+
+    def _pairs_once(self) -> bool:
+        recipe = self.world.recipe
+        return self.world.graph != "all-to-all" and recipe.mixes == 1 and recipe.fragments == 1
 
     async def train(self, count: int) -> None:
         """Takes local steps; returns when this worker's machine would be done with them."""
@@ -176,7 +203,7 @@ class Worker:
     def report(self, ended: "Ended") -> None:
         """Reports a round whose exchanges have all come to an end, and evaluates where one is due."""
         recipe, traffic = self.world.recipe, ended.traffic
-        unhidden_s = min(traffic.transfer_s, traffic.waited_s) if traffic.partners else math.nan
+        unhidden_s = overlap.unhidden_s(self._transfer_s(traffic), traffic.waited_s)
         self.pace = pacing.Pace(self.conditions.step_time_s, pacing.smooth(self.pace.exchange_time_s, unhidden_s))
         count = sum(steps for steps, _ in ended.losses)
         last_step = ended.round * recipe.local_steps + min(count, recipe.local_steps) - 1
