@@ -612,6 +612,13 @@ def simulated(overlap: Overlap, bandwidth: float = math.inf, landing: int | None
     return result, [event for worker, _, event in heard if worker == "worker-0" and isinstance(event, Round)]
 
 
+def test_overlap_where_there_is_none_is_refused() -> None:
+    for changes in ({"topology": "noloco"}, {"topology": "syncer"}, {"outer": {"rule": "published"}}):
+        recipe = parse({"exchange": {"overlap": 3}, **changes})
+        with pytest.raises(RecipeError, match="overlap = 3 with topology"):
+            play(recipe, QuadraticProblem(8), 4)
+
+
 def test_simulated_without_delay_is_blocking() -> None:
     blocking, _ = simulated("off")
     forced, _ = simulated("off", landing=0)

@@ -59,6 +59,13 @@ def _check(recipe: Recipe, graph: str | None) -> None:
         raise RecipeError(f"graph '{graph}' is unknown: choose one of {', '.join(topology.NAMES)}")
     if recipe.outer.rule == "published" and name not in topology.NAMES:
         raise RecipeError(f"outer.rule = 'published' with topology '{name}': it goes with {', '.join(topology.NAMES)}")
+    if recipe.exchange.overlap not in ("auto", "off", 0) and (
+        name not in topology.NAMES or recipe.outer.rule == "published"
+    ):
+        raise RecipeError(
+            f"exchange.overlap = {recipe.exchange.overlap} with topology '{name}' and outer.rule = "
+            f"'{recipe.outer.rule}': it goes with 'gasloc' and {', '.join(topology.NAMES)}"
+        )
     for what, value in (("mixes", recipe.mixes), ("fragments", recipe.fragments)):
         if value > 1 and (name in ("ddp", "dadam") or (name, what) == ("syncer", "mixes")):
             raise RecipeError(f"{what} = {value} with topology '{name}': it does 1 only")
