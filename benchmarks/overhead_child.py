@@ -24,6 +24,8 @@ from peers.node import PeerOptions
 
 Words = dict[str, Any]
 
+_WARM_ROUNDS = 2
+
 
 class Replica:
     """One model in one training loop, with a swarm around it or without."""
@@ -81,11 +83,11 @@ def family_cpu_s() -> float:
 
 
 def train(replica: Replica, rounds: int, local_steps: int) -> Words:
-    """Times `rounds` rounds of steps, after one round that does not count."""
+    """Times `rounds` rounds of steps, after two that do not count: an overlap is chosen by what was measured before."""
     if replica.swarm:
         replica.swarm.wait_for(2)
         replica.swarm.train()
-    for _ in range(local_steps):
+    for _ in range(_WARM_ROUNDS * local_steps):
         replica.take_step()
     known = len(replica.results)
     began, cpu_s = time.perf_counter(), family_cpu_s()
