@@ -231,7 +231,7 @@ def _mix_once(
     received = _received(chosen or swaps)
     weights = _agreed(weights, chosen or swaps, me)
     clips = [(peer, clip(phi, tensors, radius)) for peer, tensors in received.items() if radius < math.inf]
-    mix = mixing.mix_received(phi, received, weights, me) if received else phi
+    mix = mixing.mix(phi, received, weights, me) if received else phi  # what a network gave stays as it is
     return _Once(mix, slot.round, {**swaps, **chosen}, clips, remarks)
 
 

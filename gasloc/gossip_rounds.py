@@ -86,6 +86,7 @@ class GossipRounds:
         self._bound = 0
         """Local steps for which the exchange that begins now may be under way; 0: it is waited for."""
         self._restarts = 0
+        self._gradient_bytes = sum(tensor.nbytes for tensor in state.anchor.values())
         self._mixed_bytes = 0
         """What the outcomes taken since the last local step held."""
         self._stepped_s: float | None = None
@@ -140,6 +141,7 @@ class GossipRounds:
     def _exchange(self, index: int) -> None:
         """Exchanges a fragment, or begins to. The last one brings the buffers."""
         self._inner.zero_grad(set_to_none=True)
+        give_back(self._gradient_bytes)
         names = self._state.parts[index].names
         phi = self._rollback.phi((*names, *self._state.buffers) if index == LAST else names)
         if self._network is None:
