@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -29,6 +30,10 @@ class FaultKind(Enum):
     """Both sides lose the stream once `after_bytes` went through."""
     GARBLE = auto()
     """The byte at offset `after_bytes` arrives with every bit turned."""
+    DROP = auto()
+    """`count` bytes from offset `after_bytes` on never arrive; those behind them do."""
+    DUPLICATE = auto()
+    """`count` bytes from offset `after_bytes` on arrive twice."""
     STALL = auto()
     """Nothing more arrives once `after_bytes` went through."""
     SLOW = auto()
@@ -43,6 +48,7 @@ class Fault:
 
     kind: FaultKind
     after_bytes: int = 0
+    count: int = 1
     delay_s: float = 0.0
     bytes_per_s: float = 0.0
     back: bool = False
@@ -54,6 +60,7 @@ class PipeNetwork:
     def __init__(self) -> None:
         self._transports: dict[PeerId, PipeTransport] = {}
         self._orders: list[tuple[str, tuple[Fault, ...]]] = []
+        self._apart: frozenset[PeerId] = frozenset()
         self.dialled: list[tuple[PeerId, PeerId, str]] = []
         """Every dial: who, whom, which protocol."""
 
@@ -68,6 +75,16 @@ class PipeNetwork:
         if transport:
             transport.cut()
 
+    def part(self, peers: Collection[PeerId]) -> None:
+        """Cuts these from the others: their streams to them break, and no dial comes through until `heal`."""
+        self._apart = frozenset(peers)
+        for transport in self._transports.values():
+            transport.cut_from_those_apart()
+
+    def heal(self) -> None:
+        """Everybody can dial everybody again."""
+        self._apart = frozenset()
+
     def order(self, protocol: str, *faults: Fault) -> None:
         """The next stream of `protocol` for which nothing was ordered yet will have these faults."""
         self._orders.append((protocol, faults))
@@ -79,6 +96,10 @@ class PipeNetwork:
                 del self._orders[number]
                 return faults
         return ()
+
+    def are_apart(self, one: PeerId, other: PeerId) -> bool:
+        """Whether a cut lies between two peers."""
+        return (one in self._apart) != (other in self._apart)
 
     def find(self, peer: PeerId) -> "PipeTransport | None":
         """The transport of a peer that is alive."""
@@ -92,7 +113,8 @@ class PipeTransport:
         self._network = network
         self._me = me
         self._handlers: dict[str, Handler] = {}
-        self._ends: set[_End] = set()
+        self._ends: dict[_End, PeerId] = {}
+        """Each stream's end on our side, and who is at the other."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -120,17 +142,17 @@ class PipeTransport:
             await asyncio.sleep(timeout_s)
             raise UnreachableError(f"{peer} did not answer within {timeout_s:g} s")
         other = self._network.find(peer)
-        if other is None or FaultKind.REFUSE in kinds:
+        if other is None or FaultKind.REFUSE in kinds or self._network.are_apart(self._me, peer):
             raise UnreachableError(f"{peer} refused the connection")
         if protocol not in other._handlers:
             raise UnreachableError(f"{peer} does not speak {protocol}")
         near, far = _connect(faults)
-        self._ends.add(near)
+        self._ends[near] = peer
         other._accept(self._me, protocol, far)
         return near.reader, near.writer
 
     def _accept(self, peer: PeerId, protocol: str, end: "_End") -> None:
-        self._ends.add(end)
+        self._ends[end] = peer
         task = asyncio.get_running_loop().create_task(self._handle(peer, protocol, end))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -149,6 +171,12 @@ class PipeTransport:
             end.abort()
         for task in self._tasks:
             task.cancel()
+
+    def cut_from_those_apart(self) -> None:
+        """Breaks every stream with a peer on the other side of a cut."""
+        for end, peer in self._ends.items():
+            if self._network.are_apart(self._me, peer):
+                end.abort()
 
     async def finished(self) -> None:
         """Waits until every handler of an incoming stream has returned."""
@@ -243,8 +271,9 @@ class _Flow:
         """Takes what the source wrote."""
         size = self._piece_bytes()
         for start in range(0, len(data), size):
-            piece = self._garbled(data[start : start + size])
-            self._pieces.append((self._when(len(piece)), piece))
+            piece = data[start : start + size]
+            arriving = self._altered(piece)
+            self._pieces.append((self._when(len(arriving)), arriving))
             self._pushed_bytes += len(piece)
         self._queued_bytes += len(data)
         if self._queued_bytes > self.high_bytes and not self._full:
@@ -312,11 +341,19 @@ class _Flow:
     def _stopped(self) -> bool:
         return any(f.kind is FaultKind.STALL and self._delivered_bytes >= f.after_bytes for f in self._faults)
 
-    def _garbled(self, piece: bytes) -> bytes:
+    def _altered(self, piece: bytes) -> bytes:
+        """What arrives of the next bytes that are written."""
         for fault in self._faults:
-            at = fault.after_bytes - self._pushed_bytes
-            if fault.kind is FaultKind.GARBLE and 0 <= at < len(piece):
-                piece = piece[:at] + bytes([piece[at] ^ 0xFF]) + piece[at + 1 :]
+            first = max(fault.after_bytes - self._pushed_bytes, 0)
+            last = min(fault.after_bytes + fault.count - self._pushed_bytes, len(piece))
+            if first >= last:
+                continue
+            if fault.kind is FaultKind.GARBLE:
+                piece = piece[:first] + bytes(byte ^ 0xFF for byte in piece[first:last]) + piece[last:]
+            elif fault.kind is FaultKind.DROP:
+                piece = piece[:first] + piece[last:]
+            elif fault.kind is FaultKind.DUPLICATE:
+                piece = piece[:last] + piece[first:]
         return piece
 
     def _when(self, size: int) -> float:
