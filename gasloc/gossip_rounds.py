@@ -127,7 +127,6 @@ class GossipRounds:
         """After fresh state was taken: the round begins anew."""
         self._tally = Tally(alone=self._network is None)
         self._rollback.reasons.clear()
-        self._reached = None
         self._restarts += 1
 
     def _make_room(self, index: int, restarts: int) -> bool:

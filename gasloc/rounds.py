@@ -39,6 +39,14 @@ def fall_in(mine: int, partners: Collection[int], stale_rounds: int) -> tuple[in
     return middle, f"{middle - mine} rounds behind the partners, within {stale_rounds}: trading in theirs, {middle}"
 
 
+def least_fresh(others: Collection[int], stale_rounds: int) -> int:
+    """The earliest round of a state that is worth downloading: well within `stale_rounds` of the others' median.
+
+    0 where nobody trains. A state at the limit itself would be too old again by the time it is here.
+    """
+    return max(median_low(others) - stale_rounds // 2, 0) if others else 0
+
+
 def is_stale(mine: int, others: Collection[int], stale_rounds: int) -> tuple[bool, str]:
     """Whether our parameters are too old to mix with the others', and why.
 

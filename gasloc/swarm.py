@@ -160,9 +160,8 @@ class Swarm:
         self._wait(self._peer.enter(self.card, self._provide, codec=self.recipe.exchange.codec))
         self._wait(self._peer.membership.publish(self._status))
         source, reason = self._decide(replica.round)
-        size_bytes = self._download(replica) if source is Source.DONOR else 0
+        size_bytes, self._earned = self._download(replica) if source is Source.DONOR else (0, replica.round)
         self._serving = True
-        self._earned = replica.round
         self._status = replace(self._status, round=replica.round, state=MemberState.WAITING)
         self._wait(self._peer.membership.publish(self._status))
         self._round_started = time.monotonic()
@@ -304,12 +303,12 @@ class Swarm:
         elif not stale:
             return None
         started = time.monotonic()
-        size_bytes = self._download(replica)
-        self._earned, self._stale = replica.round, False
+        size_bytes, self._earned = self._download(replica)
+        self._stale, _ = rounds.is_stale(self._earned, self.others_rounds(), self.recipe.stale_rounds)
         self._status = replace(self._status, round=replica.round)
         self._send_status()
         members = len(self._peer.membership.members())
-        return Entry(Source.DONOR, reason, replica.round, members, size_bytes, time.monotonic() - started)
+        return Entry(Source.DONOR, reason, self._earned, members, size_bytes, time.monotonic() - started)
 
     def take_notices(self) -> list[str]:
         """What happened to p2pd and to time since this was last asked, a line each: p2pd ended and runs again, this
@@ -353,8 +352,11 @@ class Swarm:
             if self._stop.wait(0.3):
                 raise concurrent.futures.CancelledError
 
-    def _download(self, replica: Replica) -> int:
-        """Takes over the state of donors; returns its size in bytes."""
+    def _download(self, replica: Replica) -> tuple[int, int]:
+        """Takes over the state of donors; returns its size in bytes and its round.
+
+        The replica's own round never falls: the slots of earlier ones are used up.
+        """
         told = queue.SimpleQueue[Progress]()
 
         def tell() -> None:
@@ -364,6 +366,7 @@ class Swarm:
                     self.on_download(progress)
 
         fetch = self._peer.fetch_state(
+            least_round=rounds.least_fresh(self.others_rounds(), self.recipe.stale_rounds),
             ask=DONORS_ASKED if self.recipe.topology in ("all-to-all", "syncer") else 1,
             limit_bytes=STATE_SIZES * size_of(replica.snapshot()[1]) + _STATE_MARGIN_BYTES,
             on_progress=told.put,
@@ -372,8 +375,8 @@ class Swarm:
             snapshot = self._thread.call(fetch, stop=self._stop, meanwhile=tell)
         finally:
             tell()
-        replica.load_snapshot(snapshot.round, snapshot.tensors)
-        return size_of(snapshot.tensors)
+        replica.load_snapshot(max(snapshot.round, replica.round), snapshot.tensors)
+        return size_of(snapshot.tensors), snapshot.round
 
     def _provide(self) -> Snapshot | None:
         """Our state for a newcomer; None while we have none ourselves. Called on a network worker thread."""

@@ -51,6 +51,8 @@ class Daemon:
         self._process: asyncio.subprocess.Process | None = None
         self._log_task: asyncio.Task[None] | None = None
         self._words: deque[str] = deque(maxlen=20)
+        self.abandoned = False
+        """Killed on purpose, so that nobody starts it again."""
         self.sockets = Sockets()
         """Others after each `restart`."""
         self.peer_id: PeerId = identity.peer_id
@@ -199,6 +201,7 @@ class Daemon:
 
     def abandon(self) -> None:
         """Kills p2pd and removes its sockets, at once and from any thread: for a process that exits now."""
+        self.abandoned = True
         with contextlib.suppress(ProcessLookupError):
             if self._child.returncode is None:
                 os.kill(self._child.pid, signal.SIGKILL)

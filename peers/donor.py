@@ -125,7 +125,7 @@ class Donor:
             elif "root" in request:
                 await self._give_chunks(peer, wire, request["root"])
             else:
-                await self._give_manifest(wire)
+                await self._give_manifest(wire, request)
             await wire.linger(self._stall_s)
         except (ProtocolError, RefusedError, TimeoutError) as error:
             _log.debug("%s did not take the whole state: %s", peer, error)
@@ -141,18 +141,21 @@ class Donor:
             return Answer.BUSY, f"{MOST_STREAMS_OF_ONE} downloads of yours are under way already"
         return None
 
-    async def _give_manifest(self, wire: Wire) -> None:
+    async def _give_manifest(self, wire: Wire, request: Mapping[str, object]) -> None:
+        least_round = request.get("round", 0)
+        if type(least_round) is not int:
+            raise ProtocolError(f"a newcomer asks for round {clean(repr(least_round))}")
         if self._manifest_streams >= MOST_MANIFEST_STREAMS:
             await _send_no(wire, Answer.BUSY, f"{MOST_MANIFEST_STREAMS} newcomers ask for its state now")
             return
         self._manifest_streams += 1
         try:
-            await self._find_and_send_manifest(wire)
+            await self._find_and_send_manifest(wire, least_round)
         finally:
             self._manifest_streams -= 1
 
-    async def _find_and_send_manifest(self, wire: Wire) -> None:
-        taking = asyncio.create_task(self.shelf.newest())
+    async def _find_and_send_manifest(self, wire: Wire, least_round: int) -> None:
+        taking = asyncio.create_task(self.shelf.newest(least_round))
         try:
             # a large state takes longer to copy and hash than a newcomer waits without a sign of life
             while not (await asyncio.wait({taking}, timeout=SIGN_EVERY_S))[0]:

@@ -31,6 +31,8 @@ class Newcomer:
     limit_bytes: int
     prefixes: tuple[str, ...]
     meter: Meter | None
+    least_round: int = 0
+    """States of earlier rounds are of no use, if there is a later one."""
 
     def reason(self, error: BaseException) -> str:
         """An error of this module in words."""
@@ -44,7 +46,7 @@ async def receive_manifest(newcomer: Newcomer, donor: PeerId) -> Manifest:
     `TimeoutError` where nothing comes for `stall_s`, `BusyError` and other `RefusedError`s with its reason, and
     `ProtocolError` or `LayoutError` for what is no manifest, or is over the limits.
     """
-    async with _opened(newcomer, donor, {}) as wire:
+    async with _opened(newcomer, donor, {"round": newcomer.least_round}) as wire:
         header = accepted(await _patiently(newcomer, wire))
         async with StallLimit(newcomer.stall_s) as limit:
             wire.on_moved(limit.moved)

@@ -64,6 +64,7 @@ async def fetch_state(
     *,
     run: str,
     digest: str,
+    least_round: int = 0,
     ask: int = 4,
     stall_s: float = 10.0,
     dial_s: float = 5.0,
@@ -80,13 +81,15 @@ async def fetch_state(
     with one of `prefixes`, and all together must have at most `limit_bytes`, which is checked before anything
     is allocated. Every chunk's SHA-256 is verified as it comes; together they are the SHA-256 of the whole.
 
+    A donor that is at `least_round` gives a state of that round or a later one, not one that it took earlier.
+
     There is no time limit for a download that goes on. A donor that makes no progress for `stall_s` is tried
     twice, one that breaks off is resumed, one that is busy is asked again for `busy_s`, one that lies is left out.
     `on_progress` is called on the loop's thread, about once a second and when something changes.
 
     Raises `NoDonorError` that lists each donor and its reason.
     """
-    newcomer = Newcomer(transport, run, digest, dial_s, stall_s, limit_bytes, tuple(prefixes), meter)
+    newcomer = Newcomer(transport, run, digest, dial_s, stall_s, limit_bytes, tuple(prefixes), meter, least_round)
     return await _Download(newcomer, donors, ask, busy_s, on_progress).run()
 
 

@@ -76,6 +76,9 @@ class Keeper:
         ended_s = None
         while True:
             await self._daemon.ended()
+            if self._daemon.abandoned:
+                self._gone = "p2pd, the network daemon, was told to end at once"
+                return
             ends.append(loop.time())
             ended_s = ended_s or ends[-1]
             again, reason = revival.restart(ends)

@@ -274,6 +274,7 @@ class Peer:
     async def fetch_state(
         self,
         *,
+        least_round: int = 0,
         ask: int = 4,
         limit_bytes: int = MAX_STATE_BYTES,
         on_progress: OnProgress = lambda progress: None,
@@ -292,6 +293,7 @@ class Peer:
                     donors,
                     run=self._card.run,
                     digest=self._card.digest,
+                    least_round=least_round,
                     ask=ask,
                     limit_bytes=limit_bytes,
                     meter=self.meter,

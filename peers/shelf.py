@@ -20,7 +20,9 @@ class ShelfLimits:
 
     most: int = 2
     fresh_s: float = 5.0
-    """A state younger than this is given to whoever asks next."""
+    """A state younger than this is given to whoever asks next, if it is recent enough for that one."""
+    again_s: float = 1.0
+    """No state is taken sooner than this after the last."""
     share_s: float = 60.0
     """A state up to this age is given where no other may be taken."""
     idle_s: float = 45.0
@@ -37,6 +39,8 @@ class Standing:
     idle_s: float
     """Since it was last asked for; 0 while somebody fetches from it."""
     in_use: bool
+    recent: bool = True
+    """Not of an earlier round than the newcomer can use."""
 
 
 class Choice(Enum):
@@ -52,9 +56,13 @@ class Choice(Enum):
 
 
 def choose(kept: Sequence[Standing], limits: ShelfLimits) -> Choice:
-    """Whether a newcomer gets a state that is kept, or a new one is taken. Pure."""
-    youngest_s = min((one.age_s for one in kept), default=float("inf"))
-    if youngest_s < limits.fresh_s:
+    """Whether a newcomer gets a state that is kept, or a new one is taken. Pure.
+
+    What is `again_s` old goes to anybody: else whoever asks for a round that never was could have one taken each time.
+    """
+    newest_s = min((one.age_s for one in kept), default=float("inf"))
+    youngest_s = min((one.age_s for one in kept if one.recent), default=float("inf"))
+    if youngest_s < limits.fresh_s or newest_s < limits.again_s:
         return Choice.SHARE
     if len(kept) < limits.most:
         return Choice.TAKE
@@ -90,14 +98,14 @@ class Shelf:
         """How many states are held now."""
         return len(self._kept)
 
-    async def newest(self) -> Prepared | tuple[Answer, str]:
-        """A state for a newcomer, or the answer and the reason why there is none.
+    async def newest(self, least_round: int = 0) -> Prepared | tuple[Answer, str]:
+        """A state for a newcomer, of `least_round` if we are so far, or the answer and the reason why there is none.
 
         Newcomers that ask while one is being taken get the same.
         """
         if self._taking is None:
             self._drop_old()
-            choice = choose([self._standing(one) for one in self._kept], self._limits)
+            choice = choose([self._standing(one, least_round) for one in self._kept], self._limits)
             if choice is Choice.FULL:
                 return Answer.BUSY, f"{len(self._kept)} states are being downloaded from it already"
             if choice is Choice.SHARE:
@@ -163,9 +171,11 @@ class Shelf:
             _log.exception("no state for a newcomer: the trainer failed to give it")
             return "it failed to give its state"
 
-    def _standing(self, kept: _Kept) -> Standing:
+    def _standing(self, kept: _Kept, least_round: int = 0) -> Standing:
         now = self._now()
-        return Standing(now - kept.taken_at, 0.0 if kept.users else now - kept.used_at, kept.users > 0)
+        idle_s = 0.0 if kept.users else now - kept.used_at
+        recent = kept.prepared.manifest.round >= least_round
+        return Standing(now - kept.taken_at, idle_s, kept.users > 0, recent)
 
     def _drop_old(self) -> None:
         limits = self._limits

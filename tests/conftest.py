@@ -1,6 +1,7 @@
 """Fixtures for all tests: none may leave a process or a socket behind; and real peers on loopback."""
 
 import os
+import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from peers.daemon import Daemon
 from peers.identity import Identity
@@ -25,6 +27,10 @@ StartDaemon = Callable[..., Awaitable[Daemon]]
 def _mark_processes() -> Iterator[None]:
     """Processes that tests start inherit this, so that orphans among them can be told from other people's."""
     os.environ[_MARK] = str(os.getpid())
+    # a shell's background ignores these, and so would all that tests start
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)  # two test processes share two cores
     yield
     del os.environ[_MARK]
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -354,6 +355,31 @@ def test_a_peer_behind_the_others_takes_their_round_and_publishes_it_in_the_resu
     train(model, optimizer, range(1))
     assert optimizer.round == results[0].next_round == 7
     assert "behind" in results[0].next_reason
+
+
+@pytest.mark.parametrize("overlap", ["off", 2])
+def test_slots_never_go_back_even_where_a_state_of_an_earlier_round_is_taken(overlap: Literal["off"] | int) -> None:
+    slots: list[Slot] = []
+
+    @dataclass
+    class Recording(Deserted):
+        def swap(self, slot: Slot, offers: Mapping[PeerId, Offer], *, timeout_s: float) -> dict[PeerId, Swap]:
+            slots.append(slot)
+            return {}
+
+        def others_rounds(self) -> list[int]:
+            return [9]
+
+    model = perceptron()
+    optimizer = GaslocOptimizer(adamw(model), model, network=Recording(), local_steps=3, fragments=3, overlap=overlap)
+    _, early = optimizer.snapshot()
+    train(model, optimizer, range(7))
+    optimizer.load_snapshot(4, early)
+    train(model, optimizer, range(7))
+    optimizer.take_outcomes()
+    assert len(slots) >= 12
+    assert slots == sorted(slots)
+    assert len(set(slots)) == len(slots)
 
 
 def test_distance_is_how_far_mixing_moved_a_peer_relative_to_its_own_parameters() -> None:

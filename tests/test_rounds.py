@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gasloc.rounds import fall_in, is_stale, next_round
+from gasloc.rounds import fall_in, is_stale, least_fresh, next_round
 
 ROUNDS = st.integers(0, 10_000)
 
@@ -105,3 +105,11 @@ def test_nobody_falls_back_and_nobody_too_old_falls_in(mine: int, partners: list
     found, _ = fall_in(mine, partners, limit)
     assert mine <= found <= mine + limit
     assert found == mine or found in partners
+
+
+@pytest.mark.parametrize(
+    ("others", "limit", "least"), [([], 5, 0), ([3], 5, 1), ([100], 5, 98), ([1], 9, 0), ([7, 90, 100], 1, 90)]
+)
+def test_a_state_worth_downloading_is_well_within_the_limit(others: list[int], limit: int, least: int) -> None:
+    assert least_fresh(others, limit) == least
+    assert not is_stale(least, others, limit)[0]

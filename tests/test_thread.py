@@ -64,7 +64,7 @@ def test_stop_cancels_a_call_and_lets_it_clean_up() -> None:
     network, stuck, stop = NetworkThread(), Stuck(), threading.Event()
 
     def stop_it() -> None:
-        assert stuck.started.wait(5)
+        assert stuck.started.wait(60)
         stop.set()
 
     stopper = threading.Thread(target=stop_it)
@@ -98,7 +98,7 @@ def test_an_interrupt_cancels_the_call() -> None:
     main = threading.get_ident()
 
     def interrupt() -> None:
-        assert stuck.started.wait(5)
+        assert stuck.started.wait(60)
         signal.pthread_kill(main, signal.SIGINT)
 
     interrupter = threading.Thread(target=interrupt)
@@ -106,7 +106,7 @@ def test_an_interrupt_cancels_the_call() -> None:
     with pytest.raises(KeyboardInterrupt):
         network.call(stuck.run())
     interrupter.join()
-    assert stuck.cleaned.wait(5)
+    assert stuck.cleaned.wait(60)
     network.close()
 
 
@@ -125,7 +125,7 @@ def test_a_crash_in_the_background_is_logged(caplog: pytest.LogCaptureFixture) -
 def test_closing_cancels_what_runs_and_joins() -> None:
     network, stuck = NetworkThread(), Stuck()
     future = network.spawn(stuck.run())
-    assert stuck.started.wait(5)
+    assert stuck.started.wait(60)
     before = threading.active_count()
     network.close()
     assert stuck.cleaned.is_set()

@@ -21,7 +21,11 @@ Dir: TypeAlias = Annotated[
 ]
 RunDir: TypeAlias = Annotated[
     Path | None,
-    typer.Option("--dir", help="Folder of a peer on this machine: also print whom it has set aside, and why."),
+    typer.Option(
+        "--dir",
+        envvar="GASLOC_DIR",
+        help="Folder of a peer on this machine: also print whom it has set aside, and why.",
+    ),
 ]
 Port: TypeAlias = Annotated[
     int,
