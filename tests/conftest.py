@@ -15,6 +15,7 @@ from peers.daemon import Daemon
 from peers.identity import Identity
 from peers.node import Peer, PeerOptions
 from peers.p2pd import Role
+from tests.processes import ProcessPool
 
 _MARK = "PEERS_TEST_SESSION"
 _END_S = 8.0  # p2pd ends by itself within seconds when its parent was killed
@@ -51,6 +52,17 @@ def nothing_left(_mark_processes: None) -> Iterator[None]:
         (Path("/tmp") / name).unlink(missing_ok=True)
     assert not words, f"processes left behind: {words}"
     assert not sockets, f"sockets left behind: {sockets}"
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[ProcessPool]:
+    """Real gasloc processes; fails a test that leaves one of them, its p2pd or a socket behind."""
+    pool = ProcessPool(tmp_path)
+    try:
+        yield pool
+        pool.check_nothing_left()
+    finally:
+        pool.close()
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,16 +28,6 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith("GASLOC_"):
             monkeypatch.delenv(name)
-
-
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[ProcessPool]:
-    pool = ProcessPool(tmp_path)
-    try:
-        yield pool
-        pool.check_nothing_left()
-    finally:
-        pool.close()
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:

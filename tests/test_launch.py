@@ -2,7 +2,7 @@
 
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -16,16 +16,6 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 START_S = 120.0
 """Interpreters that load torch and hivemind: some seconds, much more where the machine is busy with others."""
-
-
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[ProcessPool]:
-    pool = ProcessPool(tmp_path)
-    try:
-        yield pool
-        pool.check_nothing_left()
-    finally:
-        pool.close()
 
 
 def arguments(folder: Path, workers: int, rounds: int = 6, grace_s: float = 10.0) -> list[str | Path]:

@@ -1,7 +1,6 @@
 """`gasloc relay`: an address to join at, the run's card at second hand, and a clean end."""
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,16 +22,6 @@ CARD = RunCard("tiny-1", "d" * 64, b'{"name": "tiny"}')
 
 def no_state() -> Snapshot | None:
     return None
-
-
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[ProcessPool]:
-    pool = ProcessPool(tmp_path)
-    try:
-        yield pool
-        pool.check_nothing_left()
-    finally:
-        pool.close()
 
 
 @pytest.mark.processes

@@ -4,8 +4,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -23,16 +21,6 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 END_S = 10.0
 LOADED = 3.0
 """How much longer things may take where other tests share the machine."""
-
-
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[ProcessPool]:
-    pool = ProcessPool(tmp_path)
-    try:
-        yield pool
-        pool.check_nothing_left()
-    finally:
-        pool.close()
 
 
 def told(process: GaslocProcess, number: signal.Signals) -> float:

@@ -1,8 +1,6 @@
 """A newcomer's download between real processes, whose only donor is killed in the middle of it."""
 
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -13,16 +11,6 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 START_S = 120.0
 LOCAL = ("--host", "127.0.0.1", "--threads", "1", "--json")
-
-
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[ProcessPool]:
-    pool = ProcessPool(tmp_path)
-    try:
-        yield pool
-        pool.check_nothing_left()
-    finally:
-        pool.close()
 
 
 def test_with_all_donors_dead_the_newcomer_says_so_and_ends(pool: ProcessPool) -> None:

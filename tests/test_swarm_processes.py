@@ -3,8 +3,6 @@
 import signal
 import socket
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from statistics import mean
 
 import psutil
@@ -19,16 +17,6 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 START_S = 120.0
 LOCAL = ("--host", "127.0.0.1", "--threads", "1", "--json")
-
-
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[ProcessPool]:
-    pool = ProcessPool(tmp_path)
-    try:
-        yield pool
-        pool.check_nothing_left()
-    finally:
-        pool.close()
 
 
 def start(pool: ProcessPool, *more: str, rounds: int = 2000, grace_s: float = 10.0) -> GaslocProcess:

@@ -3,7 +3,6 @@
 import json
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
 
@@ -17,16 +16,6 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(150)]
 
 START_S = 60.0
 LOCAL = ("--host", "127.0.0.1", "--threads", "1", "--json")
-
-
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[ProcessPool]:
-    pool = ProcessPool(tmp_path)
-    try:
-        yield pool
-        pool.check_nothing_left()
-    finally:
-        pool.close()
 
 
 def write_recipe(folder: Path, *, rounds: int, quorum: int) -> Path:
