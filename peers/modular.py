@@ -142,21 +142,16 @@ class Restore:
         """
         blocks = _blocks(start, out.numel())
         near = self._near[entry.name][start : start + out.numel()]
-        values, self._wrong[entry.name][blocks] = self._decode(entry, data, near, blocks, MODULAR_BITS[entry.packing])
-        out.copy_(values)
+        step = self._steps[entry.name][blocks]
+        codes = _codes(data, step.numel())
+        self._wrong[entry.name][blocks] = quantize.decode_into(codes, near, step, MODULAR_BITS[entry.packing], out)
 
     def retry(self, entry: Entry, blocks: torch.Tensor, elements: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
         """The values of chosen blocks from their second chance; marks those that are still wrong."""
-        near = self._near[entry.name][elements]
-        values, self._wrong[entry.name][blocks] = self._decode(entry, data, near, blocks, _RETRY_BITS)
-        return values
-
-    def _decode(
-        self, entry: Entry, data: torch.Tensor, near: torch.Tensor, blocks: slice | torch.Tensor, bits: Bits
-    ) -> tuple[torch.Tensor, torch.Tensor]:
         step = self._steps[entry.name][blocks]
-        checks, packed = data[: _CHECK_BYTES * step.numel()], data[_CHECK_BYTES * step.numel() :]
-        return quantize.decode(quantize.Codes(packed, checks.view(torch.int32)), near, step, bits)
+        near = self._near[entry.name][elements]
+        values, self._wrong[entry.name][blocks] = quantize.decode(_codes(data, step.numel()), near, step, _RETRY_BITS)
+        return values
 
     def request(self, entries: Sequence[Entry]) -> bytes:
         """The bitmap of wrong blocks of these tensors."""
@@ -165,6 +160,11 @@ class Restore:
     def wrong(self, entry: Entry) -> torch.Tensor:
         """(blocks,) bool."""
         return self._wrong[entry.name]
+
+
+def _codes(data: torch.Tensor, blocks: int) -> quantize.Codes:
+    """What `_bytes_of` made of the codes of so many blocks."""
+    return quantize.Codes(data[_CHECK_BYTES * blocks :], data[: _CHECK_BYTES * blocks].view(torch.int32))
 
 
 def request_bytes(entries: Sequence[Entry]) -> int:

@@ -25,6 +25,7 @@ was measured (docs/wire.md) is that of this form.
 
 import threading
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Literal
 
 import torch
@@ -42,11 +43,12 @@ RANGE: dict[Bits, float] = {8: 6.0, 4: 5.0}
 LEAST_BOUND = 2.0**-100
 """A movement below it is announced as it, so that no step is subnormal."""
 _MOST_BOUND = 2.0**100
-_LATTICE_LIMIT = 2.0**23  # up to here a float32 holds every integer and its half
+_LATTICE_LIMIT = 2.0**22  # up to here a float32 tells how many steps a value is when `_magic` is added
 _LATTICE_MARGIN = 2.0**9
 _CHECK_SEED = 20200713
 _NOISE_LEVELS = 2**16
-_PART_BLOCKS = 128  # what is encoded at once: it stays in a core's own cache with all that it takes
+_NOISE_SEED = 20201130
+_PART_BLOCKS = 128  # what is worked on at once: it stays in a core's own cache with all that it takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +79,23 @@ def movement_bounds(
 
     0 only where nothing moved; otherwise at least `LEAST_BOUND` and at most 2^100.
     """
-    largest = _in_blocks(row - start).abs_().amax(1)
+    largest = torch.empty(blocks_in(row.numel()), dtype=row.dtype, device=row.device)
+    for first in range(0, len(largest), _PART_BLOCKS):
+        part = slice(first * BLOCK, (first + _PART_BLOCKS) * BLOCK)
+        largest[first : first + _PART_BLOCKS] = _largest_apart(row[part], start[part])
     if largest.dtype is torch.float64:
         largest = (largest * (1 + 2.0**-22)).clamp_(max=2 * _MOST_BOUND).float()
     raised = largest.clamp(LEAST_BOUND, _MOST_BOUND)
     bits = raised.view(torch.int32).add_(0xFFFF).bitwise_and_(~0xFFFF)
     return torch.where(largest > 0, bits.view(torch.float32), 0.0).to(torch.bfloat16)
+
+
+def _largest_apart(row: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """(blocks,), of one part; in kept memory where that is the CPU's."""
+    if row.device.type != "cpu" or row.numel() % BLOCK:
+        return _in_blocks(row - start).abs_().amax(1)
+    apart = _scratch(row.numel() // BLOCK, row.dtype).units
+    return torch.sub(_in_blocks(row), _in_blocks(start), out=apart).abs_().amax(1)
 
 
 def check_bounds(bounds: torch.Tensor) -> None:
@@ -108,69 +121,90 @@ def encode(
     bits: Bits,
     generator: torch.Generator,
 ) -> Codes:
-    """The codes of a row, rounded to the lattice with noise from `generator`.
+    """The codes of a row, rounded to the lattice with noise that `generator` chooses.
 
     The lattice point is less than `step` from the value, and on average equal to it: to 2^-17 of the step and the
-    rounding of the dtype. Values over 2^23 steps get codes that fail at the receiver.
+    rounding of the dtype. Values over 2^22 steps get codes that fail at the receiver.
     """
     blocks = _in_blocks(row)
     packed = torch.empty(packed_bytes(blocks.numel(), bits), dtype=torch.uint8)
     checks = torch.empty(len(blocks), dtype=torch.int32)
-    divisors = torch.where(step > 0, step, torch.inf).to(row.dtype)[:, None]
+    rates = _rates(step, row.dtype)
+    parts = range(0, len(blocks), _PART_BLOCKS)
     part_bytes = packed_bytes(_PART_BLOCKS * BLOCK, bits)
-    noise: torch.Tensor | None = None
-    for number, first in enumerate(range(0, len(blocks), _PART_BLOCKS)):
+    shifts = torch.randint(_NOISE_LEVELS, (len(parts),), generator=generator).tolist()
+    for number, first in enumerate(parts):
         part = slice(first, min(first + _PART_BLOCKS, len(blocks)))
         scratch = _scratch(part.stop - part.start, row.dtype)
-        noise = _noise(scratch, generator) if noise is None else _turned(noise, part.stop - part.start, generator)
-        integers = _to_lattice(blocks[part], divisors[part], noise, scratch)
-        checks[part] = _checksums(torch.bitwise_right_shift(integers, bits, out=scratch.whole))
+        integers = _to_lattice(blocks[part], rates[part], shifts[number], scratch)
+        turns = torch.bitwise_right_shift(integers, bits, out=scratch.whole)
+        checks[part] = _checksums(turns).sub_(_WEIGHED * (_offset(1, row.dtype) >> bits))
         _pack(integers, bits, packed[number * part_bytes :][:part_bytes])
     _check_unmoved(checks, row, step)
     return Codes(packed[: packed_bytes(row.numel(), bits)], checks)
 
 
+def _rates(step: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """(blocks, 1): by what a value is multiplied to be in steps; 0 in blocks without a range."""
+    return torch.where(step > 0, step.to(dtype).reciprocal(), 0.0)[:, None]
+
+
 def _to_lattice(
     blocks: torch.Tensor,  # (blocks, BLOCK)
-    divisors: torch.Tensor,  # (blocks, 1), the steps; infinite where there is no range
-    noise: torch.Tensor,  # (blocks, BLOCK) int16
+    rates: torch.Tensor,  # (blocks, 1)
+    shift: int,
     scratch: "_Scratch",
 ) -> torch.Tensor:  # (blocks, BLOCK) int32
-    """The lattice integers: rounded up where the fraction and the noise, taken as of (0, 1), make one together."""
-    units = torch.div(blocks, divisors, out=scratch.units).clamp_(-_LATTICE_LIMIT, _LATTICE_LIMIT)
-    low = torch.floor(units, out=scratch.low)
-    levels = scratch.noise.copy_(noise).add_((_NOISE_LEVELS + 1) / 2)
-    units.sub_(low).add_(levels, alpha=1 / _NOISE_LEVELS).floor_()
-    return scratch.integers.copy_(low.add_(units))
+    """The lattice integers, over `_offset(1, dtype)`: the nearest after noise of (-1/2, 1/2) was added."""
+    noise = _noise(blocks.dtype)[shift : shift + blocks.numel()].view(blocks.shape)
+    units = torch.addcmul(noise, blocks, rates, out=scratch.units)
+    if units.dtype is torch.float64:
+        units.clamp_(-_LATTICE_LIMIT, _LATTICE_LIMIT)
+    return _low_bits(units.add_(_magic(1, units.dtype)), scratch)
 
 
-def _noise(scratch: "_Scratch", generator: torch.Generator) -> torch.Tensor:
-    """(blocks, BLOCK) int16: uniform over all 2^16 levels, four to a 64-bit draw."""
-    draws = scratch.draws.random_(-(2**63), None, generator=generator)
-    return draws.view(torch.int16).view(scratch.units.shape)
+@cache
+def _noise(dtype: torch.dtype) -> torch.Tensor:
+    """Each of 2^16 levels in (-1/2, 1/2) once, in an order drawn once; from the start again for another part's length.
 
-
-def _turned(noise: torch.Tensor, blocks: int, generator: torch.Generator) -> torch.Tensor:
-    """The noise for as many more blocks: each block's with its bits turned by a random mask of its own.
-
-    Every value is uniform again, and any two are independent, of this part or of others. To draw all anew would take a
-    third of the time of encoding.
+    A part takes them in order from a random place on. So each element's noise is uniform over all levels, in each part
+    and trade anew. To draw as many would take several times as long as all the rest of encoding.
     """
-    masks = torch.empty(blocks, 1, dtype=torch.int16).random_(-(2**15), 2**15, generator=generator)
-    return noise[:blocks].bitwise_xor_(masks)
+    order = torch.randperm(_NOISE_LEVELS, generator=torch.Generator().manual_seed(_NOISE_SEED))
+    levels = ((order + 0.5) / _NOISE_LEVELS - 0.5).to(dtype)
+    return torch.cat([levels, levels[: _PART_BLOCKS * BLOCK]])
+
+
+def _magic(unit: int, dtype: torch.dtype) -> float:
+    """What rounds a number to the nearest multiple of `unit`, a power of two, when it is added.
+
+    The last bits of the sum are then how many multiples: `_low_bits` less `_offset`. From -2^22 to 2^22 multiples.
+    """
+    return 1.5 * 2.0 ** (23 if dtype is torch.float32 else 52) * unit
+
+
+def _offset(unit: int, dtype: torch.dtype) -> int:
+    """The last 32 bits of `_magic` itself."""
+    return int(_low_bits(torch.tensor([_magic(unit, dtype)], dtype=dtype)))
+
+
+def _low_bits(sums: torch.Tensor, scratch: "_Scratch | None" = None) -> torch.Tensor:
+    """The last 32 bits of each number, int32; in the same memory where they are all."""
+    if sums.dtype is torch.float32:
+        return sums.view(torch.int32)
+    low = sums.view(torch.int64)
+    return scratch.integers.copy_(low) if scratch else low.to(torch.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class _Scratch:
-    """Memory for one part of a row, kept from part to part and call to call.
+    """Memory for one part of a row, (blocks, BLOCK) each, kept from part to part and call to call.
 
     What is allocated anew for each is given back to the system after each, and costs more than the arithmetic.
     """
 
     units: torch.Tensor
-    low: torch.Tensor
-    noise: torch.Tensor
-    draws: torch.Tensor
+    codes: torch.Tensor
     integers: torch.Tensor
     whole: torch.Tensor
 
@@ -182,11 +216,8 @@ def _scratch(blocks: int, dtype: torch.dtype) -> _Scratch:
     """This thread's own, for so many blocks."""
     made = getattr(_kept, str(dtype), None)
     if made is None:
-        shape = _PART_BLOCKS, BLOCK
-        units, low = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
-        integers, whole = torch.empty(shape, dtype=torch.int32), torch.empty(shape, dtype=torch.int32)
-        draws = torch.empty(shape[0], BLOCK // 4, dtype=torch.int64)
-        made = _Scratch(units, low, whole.view(torch.float32), draws, integers, whole)
+        dtypes = dtype, dtype, torch.int32, torch.int32
+        made = _Scratch(*(torch.empty(_PART_BLOCKS, BLOCK, dtype=each) for each in dtypes))
         setattr(_kept, str(dtype), made)
     return _Scratch(*(getattr(made, each.name)[:blocks] for each in fields(made)))
 
@@ -197,23 +228,72 @@ def decode(
     step: torch.Tensor,  # (blocks,) float32
     bits: Bits,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # (n,) of near's dtype; (blocks,) bool
-    """The sender's lattice points restored from our own values, and which blocks are wrong.
+    """The sender's lattice points restored from our own values, and which blocks are wrong; see `decode_into`."""
+    values = torch.empty_like(near)
+    return values, decode_into(codes, near, step, bits, values)
+
+
+def decode_into(
+    codes: Codes,
+    near: torch.Tensor,  # (n,) the receiver's own values
+    step: torch.Tensor,  # (blocks,) float32
+    bits: Bits,
+    values: torch.Tensor,  # (n,) of near's dtype; overwritten
+) -> torch.Tensor:  # (blocks,) bool
+    """Writes the sender's lattice points, restored from our own values; returns which blocks are wrong.
 
     Right wherever the two sides' values differ by less than `(2^(bits-1) - 1) * step`, which is B/2 less the
     rounding. Then a restored value is less than `step` plus the rounding of its dtype from the sender's. A wrong
     block is marked, but for one in 2^32; what it holds is finite where `near` is, and of no use.
     """
-    units = _in_units(near, step)
-    beyond = units.abs().amax(1) >= _LATTICE_LIMIT - _LATTICE_MARGIN
+    blocks = _in_blocks(near)
+    shared = blocks.numel() == values.numel()
+    out = (values if shared else torch.empty_like(blocks)).view(blocks.shape)
     code = _unpack(codes.packed, near.numel(), bits)
-    turns = units.sub_(code).mul_(2.0**-bits).round_()
-    checks = _checksums(turns.to(torch.int32))
+    steps, rates = step.to(near.dtype)[:, None], _rates(step, near.dtype)
+    wrong = torch.empty(len(blocks), dtype=torch.bool)
+    checks = torch.empty(len(blocks), dtype=torch.int32)
+    for first in range(0, len(blocks), _PART_BLOCKS):
+        part = slice(first, min(first + _PART_BLOCKS, len(blocks)))
+        wrong[part] = beyond = _beyond(blocks[part], rates[part])
+        if bool(beyond.any()):
+            rates[part] *= ~beyond[:, None]
+        checks[part] = _restore(code[part], blocks[part], steps[part], rates[part], bits, out[part])
     _check_unmoved(checks, near, step)
-    values = turns.mul_(2.0**bits).add_(code).mul_(step.to(near.dtype)[:, None])
     unmoved = step == 0
     if bool(unmoved.any()):
-        values[unmoved] = _in_blocks(near)[unmoved]
-    return values.reshape(-1)[: near.numel()], (checks != codes.checks) | beyond
+        out[unmoved] = blocks[unmoved]
+    if not shared:
+        values.copy_(out.view(-1)[: values.numel()])
+    return wrong.logical_or_(checks != codes.checks)
+
+
+def _beyond(blocks: torch.Tensor, rates: torch.Tensor) -> torch.Tensor:
+    """(blocks,) bool: those with a value of more steps than the lattice has."""
+    least, most = torch.aminmax(blocks)
+    limit = _LATTICE_LIMIT - _LATTICE_MARGIN
+    if bool(torch.maximum(-least, most) * rates.max() < limit):
+        return torch.zeros(len(blocks), dtype=torch.bool)
+    return blocks.abs().amax(1) * rates[:, 0] >= limit
+
+
+def _restore(
+    code: torch.Tensor,  # (blocks, BLOCK) uint8
+    near: torch.Tensor,  # (blocks, BLOCK)
+    steps: torch.Tensor,  # (blocks, 1)
+    rates: torch.Tensor,  # (blocks, 1)
+    bits: Bits,
+    out: torch.Tensor,  # (blocks, BLOCK), overwritten
+) -> torch.Tensor:  # (blocks,) int32
+    """Writes one part's lattice points; returns their checksums."""
+    scratch = _scratch(len(near), near.dtype)
+    codes = scratch.codes.copy_(code)
+    # less a lattice point, what is left is a multiple of the range: the nearest one
+    multiples = torch.addcmul(codes, near, rates, value=-1, out=scratch.units).add_(_magic(2**bits, near.dtype))
+    turns = torch.mul(_low_bits(multiples, scratch), _WEIGHTS, out=scratch.whole)
+    checks = turns.sum(1, dtype=torch.int32).neg_().add_(_WEIGHED * _offset(2**bits, near.dtype))
+    torch.mul(codes.sub_(multiples.sub_(_magic(2**bits, near.dtype))), steps, out=out)
+    return checks
 
 
 def int8_encode(row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -245,12 +325,6 @@ def _in_blocks(row: torch.Tensor) -> torch.Tensor:
     return (torch.nn.functional.pad(row, (0, spare)) if spare else row).reshape(blocks_in(row.numel()), BLOCK)
 
 
-def _in_units(row: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    """The row over its steps, (blocks, BLOCK), fresh, within the lattice's limits; 0 in blocks without a range."""
-    divisors = torch.where(step > 0, step, torch.inf).to(row.dtype)
-    return (_in_blocks(row) / divisors[:, None]).clamp_(-_LATTICE_LIMIT, _LATTICE_LIMIT)
-
-
 def _check_weights() -> torch.Tensor:
     """(BLOCK,) int32: fixed, distinct odd integers below 2^24, drawn once for all peers."""
     order = torch.randperm(2**23, generator=torch.Generator().manual_seed(_CHECK_SEED))
@@ -258,6 +332,8 @@ def _check_weights() -> torch.Tensor:
 
 
 _WEIGHTS = _check_weights()
+_WEIGHED = _WEIGHTS.sum(0, keepdim=True, dtype=torch.int32)
+"""(1,): what 1 in each place comes to. Less than 2^31."""
 
 
 def _checksums(turns: torch.Tensor) -> torch.Tensor:

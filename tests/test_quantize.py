@@ -113,6 +113,22 @@ def test_any_two_wrong_values_in_a_block_are_caught(bits: Bits, signs: tuple[int
     assert wrong.all()
 
 
+def test_elements_are_rounded_independently() -> None:
+    """Neither neighbours nor elements of other parts of a long row share their noise."""
+    row = torch.full((4 * 2**16,), 0.5)
+    step = torch.ones(quantize.blocks_in(row.numel()))
+    up, _ = quantize.decode(quantize.encode(row, step, 8, noise(3)), row, step, 8)
+    assert sorted(set(up.tolist())) == [0.0, 1.0]
+    signs = 2 * up.double() - 1
+    parts = signs.view(4, -1)
+    limit = 5 / math.sqrt(parts.shape[1])
+    for lag in (1, 2, 7, BLOCK):
+        assert abs(float((signs[lag:] * signs[:-lag]).mean())) < limit
+    for one in range(4):
+        for other in range(one):
+            assert abs(float((parts[one] * parts[other]).mean())) < limit
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", BITS)
 def test_rounding_is_unbiased(bits: Bits, dtype: torch.dtype) -> None:
@@ -133,15 +149,17 @@ def test_rounding_is_unbiased(bits: Bits, dtype: torch.dtype) -> None:
 
 
 def test_large_values_are_rounded_without_bias_too() -> None:
-    # at 2^18 steps a float32 still tells 32 places within a step
-    places = 2.0**18 + torch.arange(BLOCK, dtype=torch.float32) % 32 / 32
+    # at 2^18 steps a float32 still tells 32 places within a step; 16 steps, odd and even
+    places = 2.0**18 + torch.arange(BLOCK, dtype=torch.float32) / 32
     generator = noise(11)
     total = torch.zeros(BLOCK, dtype=torch.float64)
     draws = 2_000
     for _ in range(draws):
         values, _ = quantize.decode(quantize.encode(places, torch.ones(1), 8, generator), places, torch.ones(1), 8)
         total += values
-    assert abs(float((total / draws - places).mean())) < 5 * 0.41 / math.sqrt(draws * BLOCK)
+    error = total / draws - places
+    assert abs(float(error.mean())) < 5 * 0.41 / math.sqrt(draws * BLOCK)
+    assert float(error.abs().max()) < 1 / 64 + 5 * 0.5 / math.sqrt(draws)  # half of what the dtype tells apart
 
 
 def test_lattice_points_are_kept_exactly() -> None:
