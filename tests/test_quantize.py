@@ -115,7 +115,7 @@ def test_any_two_wrong_values_in_a_block_are_caught(bits: Bits, signs: tuple[int
 
 def test_elements_are_rounded_independently() -> None:
     """Neither neighbours nor elements of other parts of a long row share their noise."""
-    row = torch.full((4 * 2**16,), 0.5)
+    row = torch.full((4 * 2**18,), 0.5)
     step = torch.ones(quantize.blocks_in(row.numel()))
     up, _ = quantize.decode(quantize.encode(row, step, 8, noise(3)), row, step, 8)
     assert sorted(set(up.tolist())) == [0.0, 1.0]
