@@ -126,7 +126,7 @@ class Chaos:
             self._order = swarm.random.sample(MISFORTUNES, len(MISFORTUNES))
         what = self._order[self._turn % len(MISFORTUNES)]
         self._turn += 1
-        victim = swarm.random.choice(swarm.honest())
+        victim = swarm.random.choice([life for life in swarm.honest() if life.addresses()])
         if what == "freeze":
             self._tell(self._freeze(victim))
         elif what == "daemon":
@@ -200,6 +200,7 @@ def main() -> int:
     parser.add_argument("--loopback", action="store_true", help="all on 127.0.0.1: nobody is cut off")
     parser.add_argument("--dir", type=Path, help="keep everything here; default: a temporary folder, gone if all is ok")
     options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it, and so would peers
     root = options.dir or Path(tempfile.mkdtemp(prefix="gasloc-chaos-"))
     root.mkdir(parents=True, exist_ok=True)
     if not options.loopback and namespaces.why_not():

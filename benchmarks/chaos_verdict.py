@@ -14,7 +14,9 @@ from gasloc import mixing
 MOST_HEAL_S = 60.0
 MOST_SPREAD = 0.2
 LEAST_MIXED = 0.6
-LONG_LIVED_SAMPLES = 20
+WARM_S = 30.0
+"""What a process takes in its first seconds, while it loads and warms up, is not judged."""
+LONG_LIVED_SAMPLES = 60
 
 Records = Sequence[dict[str, Any]]
 
@@ -79,15 +81,15 @@ def spread(lives: Collection[Life]) -> Line:
 
 def flat(what: str, column: int, slack: float, least: float, lives: Collection[Life]) -> Line:
     """Whether a column of the samples is no higher at the end than after warm-up, give or take."""
-    series = [(life.name, [sample[column] for sample in life.samples]) for life in lives]
-    long = [(name, values[len(values) // 4 :]) for name, values in series if len(values) >= LONG_LIVED_SAMPLES]
+    series = [(life, [sample[column] for sample in life.samples if sample[0] > WARM_S]) for life in lives]
+    long = [(life, values) for life, values in series if len(values) >= LONG_LIVED_SAMPLES]
     risen = []
-    for name, values in long:
+    for life, values in long:
         third = len(values) // 3
         first, last = statistics.median(values[:third]), statistics.median(values[-third:])
         if last > max(first * (1 + slack), first + least):
-            risen.append(f"{name} {first:.0f} -> {last:.0f}")
-    most = max((len(life.rounds()) for life in lives if len(life.samples) >= LONG_LIVED_SAMPLES), default=0)
+            risen.append(f"{life.name} {first:.0f} -> {last:.0f}")
+    most = max((len(life.rounds()) for life, _ in long), default=0)
     figure = ", ".join(risen) or f"{len(long)} peers, up to {most} rounds"
     return Line(f"{what} flat after warm-up", figure, bool(long) and not risen)
 

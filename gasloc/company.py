@@ -1,8 +1,9 @@
 """The other members of a run, as this peer sees them: with whom it deals, whom it pairs with, who is set aside."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
+from gasloc.confirmation import LEAST_PARTNERS, Confirmation
 from gasloc.offences import Offences, SetAside
 from gasloc.round_result import RoundResult
 from peers.errors import UnreachableError
@@ -42,6 +43,8 @@ class Company:
         self._heard: dict[PeerId, int] = {}
         """The rounds that partners answered last."""
         self._offences = Offences()
+        self.confirmation = Confirmation()
+        """What partners say of the state that we downloaded."""
 
     def others(self) -> dict[PeerId, Member]:
         """The other members of this run that are alive and that we deal with, whatever their state."""
@@ -101,10 +104,20 @@ class Company:
         """Counts a partner that lay far from us in the round as one that errs, and forgives the others a little."""
         for peer in result.partners:
             excess = result.clipped.get(peer, 0.0)
+            self.confirmation.hear(peer, far=excess > FAR_EXCESS)
             if excess > FAR_EXCESS:
                 self._count_offence(peer, f"its parameters were {excess:.3g} times the radius away from ours")
             else:
                 self._offences.forgive(peer)
+
+    def begin_anew(self, donors: Collection[PeerId]) -> None:
+        """A state was taken from these donors: what was held against others by the one before counts no more."""
+        self._offences = Offences()
+        self.confirmation.begin(donors)
+
+    def in_doubt(self) -> bool:
+        """Whether our state waits to be confirmed, and there are enough others that could."""
+        return self.confirmation.open and len(self.training()) >= LEAST_PARTNERS
 
     def _count_offence(self, peer: PeerId, what: str) -> None:
         now = time.monotonic()

@@ -20,6 +20,7 @@ from typing import Any, Self, TypeVar
 from gasloc import entry, overlap, pacing, rounds
 from gasloc.card import read_card
 from gasloc.company import Company
+from gasloc.confirmation import Opinion
 from gasloc.delivery import Reporter
 from gasloc.entry import Entry, Replica, Source
 from gasloc.errors import RunError
@@ -52,8 +53,8 @@ class Swarm:
     """One peer's place in a run; the `Network` of a `GaslocOptimizer`, and a learner's `SyncerLink`.
 
     Every call is made from the training thread and blocks it; `swap` and `swap_any` may be made from another, one at
-    a time. When `stop` is set, a call that waits gives up at
-    once: `swap` answers `stopped`, the others raise `concurrent.futures.CancelledError`.
+    a time. When `stop` is set, a call that waits gives up at once: `swap` answers `stopped`, the others raise
+    `concurrent.futures.CancelledError`.
     """
 
     def __init__(
@@ -287,7 +288,8 @@ class Swarm:
     def catch_up(self) -> Entry | None:
         """Downloads the swarm's state if the others are more than `stale_rounds` ahead; None if they are not.
 
-        A learner also does where the syncer refused its report as too old.
+        A learner also does where the syncer refused its report as too old, and a newcomer where most of its partners
+        are far away from what its donor gave it (`gasloc.confirmation`).
 
         Raises `NoDonorError` where nobody could give it; the replica is unchanged then, and mixes with nobody until
         this succeeds, or the others are no longer so far ahead.
@@ -298,8 +300,11 @@ class Swarm:
         stale, reason = rounds.is_stale(mine, self.others_rounds(), self.recipe.stale_rounds)
         self._stale = stale
         refused = self._reporter.take_behind()
+        opinion, why = self.company.confirmation.conclude()
         if refused is not None:
             reason = refused
+        elif opinion is Opinion.APART:
+            reason = why
         elif not stale:
             return None
         started = time.monotonic()
@@ -366,6 +371,7 @@ class Swarm:
                     self.on_download(progress)
 
         fetch = self._peer.fetch_state(
+            without=self.company.confirmation.doubtful() if self.company.in_doubt() else (),
             least_round=rounds.least_fresh(self.others_rounds(), self.recipe.stale_rounds),
             ask=DONORS_ASKED if self.recipe.topology in ("all-to-all", "syncer") else 1,
             limit_bytes=STATE_SIZES * size_of(replica.snapshot()[1]) + _STATE_MARGIN_BYTES,
@@ -376,11 +382,13 @@ class Swarm:
         finally:
             tell()
         replica.load_snapshot(max(snapshot.round, replica.round), snapshot.tensors)
+        if self.recipe.topology != "syncer":
+            self.company.begin_anew(snapshot.donors)
         return size_of(snapshot.tensors), snapshot.round
 
     def _provide(self) -> Snapshot | None:
-        """Our state for a newcomer; None while we have none ourselves. Called on a network worker thread."""
-        if self._replica is None or not self._serving:
+        """Our state for a newcomer; None while we have none that is sound. Called on a network worker thread."""
+        if self._replica is None or not self._serving or self.company.in_doubt():
             return None
         round, tensors = self._replica.snapshot()
         return Snapshot(round=round, meta={}, tensors=tensors)

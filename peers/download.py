@@ -150,7 +150,8 @@ class _Partial:
             if not codec.is_finite(row):
                 raise ProtocolError(f"tensor '{entry.name}' holds NaN or infinite values")
             tensors[entry.name] = row.reshape(entry.shape)
-        return Snapshot(self.manifest.round, self.manifest.meta, tensors)
+        donors = tuple(donor for donor, chunks in self.given.items() if chunks)
+        return Snapshot(self.manifest.round, self.manifest.meta, tensors, donors)
 
 
 class _Download:

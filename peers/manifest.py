@@ -17,7 +17,7 @@ import torch
 from peers import codec
 from peers.body import Body
 from peers.errors import LayoutError, ProtocolError, WireError
-from peers.exchange import Tensors
+from peers.exchange import PeerId, Tensors
 from peers.table import Entry, Packing, decode_table
 from peers.wire import MAX_HEADER_BYTES, clean, encode_json
 
@@ -38,6 +38,8 @@ class Snapshot:
     meta: Meta = field(default_factory=dict)
     tensors: Tensors = field(default_factory=dict)
     """Of any shape and any floating-point, integer or boolean dtype; they travel exactly."""
+    donors: tuple[PeerId, ...] = ()
+    """Who gave it, where it was downloaded."""
 
 
 @dataclass(frozen=True, slots=True)

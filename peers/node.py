@@ -5,7 +5,7 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from typing import Self
 
@@ -275,18 +275,20 @@ class Peer:
         self,
         *,
         least_round: int = 0,
+        without: Collection[PeerId] = (),
         ask: int = 4,
         limit_bytes: int = MAX_STATE_BYTES,
         on_progress: OnProgress = lambda progress: None,
     ) -> Snapshot:
         """The whole state from syncers, or else from members that train, those with the highest round first.
 
+        Nobody in `without` is asked.
         The arguments, and how long it may take: see `peers.download.fetch_state`. Raises `NoDonorError` that says
         why nobody could give it.
         """
         assert self._card is not None, "enter() comes first"
         reasons = []
-        for donors in self._donors():
+        for donors in self._donors(without):
             try:
                 return await download.fetch_state(
                     self._transport,
@@ -345,13 +347,13 @@ class Peer:
         member = self.membership.members().get(peer)
         return member is None or member.reachable
 
-    def _donors(self) -> list[list[PeerId]]:
+    def _donors(self, without: Collection[PeerId]) -> list[list[PeerId]]:
         """Syncers, then those that train; each by preference. Never one that joins: it may have no state yet."""
         assert self._card is not None
         others = [
             member
             for peer, member in self.membership.members().items()
-            if peer != self.peer_id and member.digest == self._card.digest
+            if peer != self.peer_id and peer not in without and member.digest == self._card.digest
         ]
 
         def order(member: Member) -> tuple[bool, int, bytes]:

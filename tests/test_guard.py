@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -251,6 +252,62 @@ def test_a_peer_that_is_far_away_again_and_again_is_set_aside(tmp_path: Path) ->
         assert swarm.company.set_aside() == {liar: held}
         swarm.publish(near)
         assert swarm.company.set_aside()[liar].count == 1
+
+
+@dataclass
+class Weight:
+    """A replica of one number, for a swarm."""
+
+    value: float
+    round: int = 0
+    local_steps: int = 1
+
+    def snapshot(self) -> tuple[int, dict[str, Tensor]]:
+        return self.round, {"anchor/w": torch.full((4,), self.value)}
+
+    def load_snapshot(self, round: int, tensors: Tensors) -> None:
+        self.round, self.value = round, float(tensors["anchor/w"][0])
+
+
+def test_a_newcomer_whose_donor_lied_takes_the_state_of_others(tmp_path: Path) -> None:
+    recipe = parse({"rounds": 50})
+    with ExitStack() as stack:
+
+        def options(name: str, *addresses: str) -> PeerOptions:
+            return PeerOptions(tmp_path / name, host="127.0.0.1", initial_peers=addresses)
+
+        def join(name: str, replica: Weight) -> Swarm:
+            swarm = stack.enter_context(Swarm.join(options(name, first.addresses[0])))
+            swarm.enter(replica)
+            swarm.train()
+            return swarm
+
+        first = stack.enter_context(Swarm.start(recipe, options("first")))
+        first.enter(Weight(1.0, round=5))
+        first.train()
+        honest = [first.me, *(join(name, Weight(1.0, round=5)).me for name in ("second", "third"))]
+        liar = join("liar", Weight(100.0, round=7))
+        assert first.wait_for(4) == 4
+        victim = stack.enter_context(Swarm.join(options("victim", first.addresses[0])))
+        replica = Weight(0.0)
+        assert victim.enter(replica).round == 7
+        assert replica.value == 100.0, "it is given by the one that claims the highest round"
+        victim.train()
+        assert victim._provide() is None, "what nobody has confirmed is not passed on"
+
+        met = tuple(sorted(honest))
+        far = RoundResult(7, 1, met, {}, 1, 1, "", 0.0, 0.0, 0, 0, 8, "", clipped=dict.fromkeys(met, 50.0))
+        victim.publish(far)
+        entry = victim.catch_up()
+        assert entry is not None
+        assert entry.reason.startswith("3 of 3 partners are far away")
+        assert replica.value == 1.0
+        assert replica.round >= 7, "rounds that were used are not used again"
+        assert victim.company.set_aside() == {}, "it was not they who erred"
+        victim.publish(replace(far, clipped={}))
+        assert victim.catch_up() is None
+        assert victim._provide() is not None
+        assert liar.me not in honest
 
 
 def test_a_state_that_is_not_finite_is_put_back_and_the_peer_learns_on(three: Outcome) -> None:
