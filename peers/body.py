@@ -10,7 +10,7 @@ from typing import Protocol, Self
 
 import torch
 
-from peers import codec, modular, quantize
+from peers import codec, memory, modular, quantize
 from peers.codec import CodecName
 from peers.errors import LayoutError, ProtocolError, WireError
 from peers.exchange import Layout, Tensors
@@ -276,7 +276,7 @@ def _most_packed_bytes(entry: Entry) -> int:
 
 def _allocate(entry: Entry) -> torch.Tensor:
     try:
-        return torch.empty(entry.count, dtype=entry.dtype)
+        return memory.empty(entry.count, entry.dtype)
     except RuntimeError:
         raise WireError(f"no memory for tensor '{entry.name}' of {entry.size_bytes} bytes") from None
 
@@ -293,6 +293,7 @@ def _unpack(entry: Entry, start: int, data: memoryview, row: torch.Tensor, resto
             words = f"tensor '{entry.name}' travels as {entry.packing.value}, which nothing here restores"
             raise ProtocolError(words)
         restore.piece(entry, start, _tensor(data), row)
+        return  # finite, as our own values are: see `quantize.decode_into`
     elif entry.wire_dtype is not entry.dtype:
         row.copy_(_tensor(data).view(entry.wire_dtype))
     check_finite(entry, row)

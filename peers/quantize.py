@@ -83,11 +83,12 @@ def movement_bounds(
     for first in range(0, len(largest), _PART_BLOCKS):
         part = slice(first * BLOCK, (first + _PART_BLOCKS) * BLOCK)
         largest[first : first + _PART_BLOCKS] = _largest_apart(row[part], start[part])
+    moved = largest > 0  # before float32 takes the least of float64 for 0
     if largest.dtype is torch.float64:
         largest = (largest * (1 + 2.0**-22)).clamp_(max=2 * _MOST_BOUND).float()
     raised = largest.clamp(LEAST_BOUND, _MOST_BOUND)
     bits = raised.view(torch.int32).add_(0xFFFF).bitwise_and_(~0xFFFF)
-    return torch.where(largest > 0, bits.view(torch.float32), 0.0).to(torch.bfloat16)
+    return torch.where(moved, bits.view(torch.float32), 0.0).to(torch.bfloat16)
 
 
 def _largest_apart(row: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
@@ -129,17 +130,21 @@ def encode(
     blocks = _in_blocks(row)
     packed = torch.empty(packed_bytes(blocks.numel(), bits), dtype=torch.uint8)
     checks = torch.empty(len(blocks), dtype=torch.int32)
-    rates = _rates(step, row.dtype)
-    parts = range(0, len(blocks), _PART_BLOCKS)
-    part_bytes = packed_bytes(_PART_BLOCKS * BLOCK, bits)
-    shifts = torch.randint(_NOISE_LEVELS, (len(parts),), generator=generator).tolist()
-    for number, first in enumerate(parts):
-        part = slice(first, min(first + _PART_BLOCKS, len(blocks)))
-        scratch = _scratch(part.stop - part.start, row.dtype)
-        integers = _to_lattice(blocks[part], rates[part], shifts[number], scratch)
+    parts = zip(
+        torch.split(blocks, _PART_BLOCKS),
+        torch.split(_rates(step, row.dtype), _PART_BLOCKS),
+        torch.split(checks, _PART_BLOCKS),
+        torch.split(packed, packed_bytes(_PART_BLOCKS * BLOCK, bits)),
+        strict=True,
+    )
+    for part, rates, sums, codes in parts:
+        scratch = _scratch(len(part), row.dtype)
+        shift = int(torch.randint(_NOISE_LEVELS, (1,), generator=generator))
+        integers = _to_lattice(part, rates, shift, scratch)
         turns = torch.bitwise_right_shift(integers, bits, out=scratch.whole)
-        checks[part] = _checksums(turns).sub_(_WEIGHED * (_offset(1, row.dtype) >> bits))
-        _pack(integers, bits, packed[number * part_bytes :][:part_bytes])
+        torch.sum(turns.mul_(_WEIGHTS), 1, dtype=torch.int32, out=sums)
+        _pack(integers, bits, codes)
+    checks.sub_(_WEIGHED * (_offset(1, row.dtype) >> bits))
     _check_unmoved(checks, row, step)
     return Codes(packed[: packed_bytes(row.numel(), bits)], checks)
 
@@ -246,19 +251,20 @@ def decode_into(
     rounding. Then a restored value is less than `step` plus the rounding of its dtype from the sender's. A wrong
     block is marked, but for one in 2^32; what it holds is finite where `near` is, and of no use.
     """
+    if not near.numel():
+        return torch.zeros(0, dtype=torch.bool)
     blocks = _in_blocks(near)
     shared = blocks.numel() == values.numel()
     out = (values if shared else torch.empty_like(blocks)).view(blocks.shape)
     code = _unpack(codes.packed, near.numel(), bits)
     steps, rates = step.to(near.dtype)[:, None], _rates(step, near.dtype)
-    wrong = torch.empty(len(blocks), dtype=torch.bool)
+    wrong = _beyond(blocks, rates)
     checks = torch.empty(len(blocks), dtype=torch.int32)
+    used = rates * ~wrong[:, None]
     for first in range(0, len(blocks), _PART_BLOCKS):
-        part = slice(first, min(first + _PART_BLOCKS, len(blocks)))
-        wrong[part] = beyond = _beyond(blocks[part], rates[part])
-        if bool(beyond.any()):
-            rates[part] *= ~beyond[:, None]
-        checks[part] = _restore(code[part], blocks[part], steps[part], rates[part], bits, out[part])
+        part = slice(first, first + _PART_BLOCKS)
+        _restore(code[part], blocks[part], steps[part], used[part], out[part], checks[part], bits)
+    checks.neg_().add_(_WEIGHED * _offset(2**bits, near.dtype))
     _check_unmoved(checks, near, step)
     unmoved = step == 0
     if bool(unmoved.any()):
@@ -282,18 +288,18 @@ def _restore(
     near: torch.Tensor,  # (blocks, BLOCK)
     steps: torch.Tensor,  # (blocks, 1)
     rates: torch.Tensor,  # (blocks, 1)
-    bits: Bits,
     out: torch.Tensor,  # (blocks, BLOCK), overwritten
-) -> torch.Tensor:  # (blocks,) int32
-    """Writes one part's lattice points; returns their checksums."""
-    scratch = _scratch(len(near), near.dtype)
+    sums: torch.Tensor,  # (blocks,) int32, overwritten
+    bits: Bits,
+) -> None:
+    """Writes one part's lattice points, and the weighted sums of `_offset` less turns."""
+    scratch, magic = _scratch(len(near), near.dtype), _magic(2**bits, near.dtype)
     codes = out.copy_(code)
-    # less a lattice point, what is left is a multiple of the range: the nearest one
-    multiples = torch.addcmul(codes, near, rates, value=-1, out=scratch.units).add_(_magic(2**bits, near.dtype))
-    turns = torch.mul(_low_bits(multiples, scratch), _WEIGHTS, out=scratch.whole)
-    checks = turns.sum(1, dtype=torch.int32).neg_().add_(_WEIGHED * _offset(2**bits, near.dtype))
-    codes.sub_(multiples.sub_(_magic(2**bits, near.dtype))).mul_(steps)
-    return checks
+    # what a code and our own value differ by is near a multiple of the range: the nearest one
+    multiples = torch.addcmul(codes, near, rates, value=-1, out=scratch.units).add_(magic)
+    weighted = torch.mul(_low_bits(multiples, scratch), _WEIGHTS, out=scratch.whole)
+    torch.sum(weighted, 1, dtype=torch.int32, out=sums)
+    codes.sub_(multiples.sub_(magic)).mul_(steps)
 
 
 def int8_encode(row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -334,11 +340,6 @@ def _check_weights() -> torch.Tensor:
 _WEIGHTS = _check_weights()
 _WEIGHED = _WEIGHTS.sum(0, keepdim=True, dtype=torch.int32)
 """(1,): what 1 in each place comes to. Less than 2^31."""
-
-
-def _checksums(turns: torch.Tensor) -> torch.Tensor:
-    """(blocks, BLOCK) int32, overwritten, to (blocks,) int32: a weighted sum modulo 2^32."""
-    return turns.mul_(_WEIGHTS).sum(1, dtype=torch.int32)
 
 
 def _check_unmoved(checks: torch.Tensor, row: torch.Tensor, step: torch.Tensor) -> None:

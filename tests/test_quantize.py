@@ -252,6 +252,7 @@ def test_values_too_fine_for_the_lattice_are_marked() -> None:
 
 @given(seed=seeds, count=st.integers(1, 3 * BLOCK), exponent=st.integers(-45, 38), dtype=st.sampled_from(DTYPES))
 @example(seed=0, count=1, exponent=38, dtype=torch.float64)
+@example(seed=19_314, count=1, exponent=-44, dtype=torch.float64)
 @settings(max_examples=100, deadline=None)
 def test_movement_bounds_are_rounded_up(seed: int, count: int, exponent: int, dtype: torch.dtype) -> None:
     start = torch.zeros(count, dtype=dtype)
