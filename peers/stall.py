@@ -7,6 +7,9 @@ from typing import Self
 LEAST_BYTES_PER_S = 4096
 """Slower than this, a transfer counts as stalled: a partner cannot hold us by sending a byte at a time."""
 
+_SLACK = 1.02
+"""How much longer a transfer may stall, so that a timer is not set anew for each small piece."""
+
 
 class StallLimit:
     """Ends the block under it when a transfer stalls.
@@ -25,9 +28,12 @@ class StallLimit:
     def moved(self, size_bytes: int) -> None:
         """Reports progress, in either direction."""
         self._moved_bytes += size_bytes
-        if self._moved_bytes >= self._enough_bytes and not self._timeout.expired():
-            self._moved_bytes = 0
-            self._timeout.reschedule(asyncio.get_running_loop().time() + self._stall_s)
+        if self._moved_bytes < self._enough_bytes or self._timeout.expired():
+            return
+        self._moved_bytes = 0
+        now, ends = asyncio.get_running_loop().time(), self._timeout.when()
+        if ends is None or ends < now + self._stall_s:
+            self._timeout.reschedule(now + self._stall_s * _SLACK)
 
     async def __aenter__(self) -> Self:
         await self._timeout.__aenter__()

@@ -26,6 +26,7 @@ _HEAD = struct.Struct("<BII")
 MAX_HEADER_BYTES = 64 * 1024
 BLOCK_BYTES = 1024 * 1024
 _PIECE_BYTES = BLOCK_BYTES // 4  # small enough that a slow link still shows progress now and then
+_HEADED_BYTES = 32 * 1024 - _HEAD.size
 _SKIPPED_BYTES = 4 * BLOCK_BYTES
 MAX_REASON_CHARACTERS = 400
 
@@ -90,8 +91,10 @@ class Wire:
         await self._send(Kind.BLOCK, block)
 
     async def _send(self, kind: Kind, payload: bytes | memoryview) -> None:
-        await self._write(_HEAD.pack(kind, len(payload), _checksum(kind, payload)))
-        for start in range(0, len(payload), _PIECE_BYTES):
+        head = _HEAD.pack(kind, len(payload), _checksum(kind, payload))
+        # what is written alone goes through p2pd alone, and costs there what 32 KiB do
+        await self._write(head + payload[:_HEADED_BYTES])
+        for start in range(_HEADED_BYTES, len(payload), _PIECE_BYTES):
             await self._write(payload[start : start + _PIECE_BYTES])
 
     async def _write(self, piece: bytes | memoryview) -> None:
