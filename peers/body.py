@@ -235,7 +235,7 @@ class _Behind:
             work()
             return
         self._waiting.append(work)
-        if self._running is None or self._running.done() or len(self._waiting) == _BEHIND_PIECES:
+        if len(self._waiting) == _BEHIND_PIECES:  # a hop to a thread and back for each takes as long as the work
             await self._start()
 
     async def _start(self) -> None:

@@ -22,7 +22,6 @@ class DirectReader(asyncio.StreamReader):
     # asyncio's own, the same from 3.4 to 3.14; nothing public tells whether bytes were read ahead
     _buffer: bytearray
     _paused: bool
-    _waiter: asyncio.Future[None] | None
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(limit=READ_AHEAD_BYTES, loop=loop)
@@ -35,7 +34,7 @@ class DirectReader(asyncio.StreamReader):
     async def fill(self, target: memoryview, moved: Callable[[int], None]) -> None:
         """Fills `target` with the next bytes; `moved` is told of each piece as it comes, in bytes.
 
-        Reading stops there unless somebody reads on at once, so that the next bytes find their memory, too. Raises
+        Reading stops there until somebody reads on, so that the next bytes find their memory, too. Raises
         `EOFError` when the stream ends before, and `OSError` when it breaks. One reader at a time.
         """
         while target and self._buffer:
@@ -77,15 +76,11 @@ class DirectReader(asyncio.StreamReader):
         self._moved(size_bytes)
         if not self._target:
             self._target = None
+            if not self._paused:
+                self._paused = True
+                self.transport.pause_reading()
             if not self._full.done():
                 self._full.set_result(None)
-            self._running.call_soon(self._pause_unless_read)  # after who waits, and before more is read
-
-    def _pause_unless_read(self) -> None:
-        wanted = self._target is not None or self._waiter is not None
-        if not wanted and not self._paused and not self.transport.is_closing():
-            self._paused = True
-            self.transport.pause_reading()
 
     def over(self) -> None:
         """Wakes who waits, once the stream ended or broke."""
