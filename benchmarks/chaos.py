@@ -26,6 +26,8 @@ from peers.identity import Identity
 
 READY_S = 90.0
 SETTLE_S = 15.0
+HEAL_S = 120.0
+"""The swarm is not cut in two so shortly before the end: what comes of a heal is to be seen."""
 MISFORTUNES = ("kill-return", "kill-replace", "freeze", "leave-return", "daemon", "cut")
 
 
@@ -64,7 +66,7 @@ class Chaos:
             self._replace_dead()
             ready = [life for life in self._swarm.honest() if life.addresses()]
             if time.monotonic() < end_s and len(ready) >= max(2, self._peers // 2):
-                self._disturb()
+                self._disturb(end_s - time.monotonic())
 
     def end(self) -> list[Line]:
         """Tells everybody to stop; the verdict."""
@@ -119,7 +121,7 @@ class Chaos:
             else:
                 self._lie()
 
-    def _disturb(self) -> None:
+    def _disturb(self, left_s: float) -> None:
         """Each kind of misfortune in turn, in an order of chance, to a random peer; the first is as mortal."""
         swarm = self._swarm
         if self._turn % len(MISFORTUNES) == 0:
@@ -134,7 +136,7 @@ class Chaos:
                 process.kill()
             self._tell(f"{victim.name}: its p2pd killed")
         elif what == "cut":
-            if swarm.lan is not None:
+            if swarm.lan is not None and left_s > HEAL_S:
                 self._tell(self._cut())
         elif what == "leave-return":
             victim.process.send_signal(signal.SIGINT)
