@@ -10,7 +10,7 @@ from typing import Protocol, Self
 
 import torch
 
-from peers import codec, memory, modular, quantize
+from peers import codec, modular, quantize
 from peers.codec import CodecName
 from peers.errors import LayoutError, ProtocolError, WireError
 from peers.exchange import Layout, Tensors
@@ -276,7 +276,7 @@ def _most_packed_bytes(entry: Entry) -> int:
 
 def _allocate(entry: Entry) -> torch.Tensor:
     try:
-        return memory.empty(entry.count, entry.dtype)
+        return torch.empty(entry.count, dtype=entry.dtype)
     except RuntimeError:
         raise WireError(f"no memory for tensor '{entry.name}' of {entry.size_bytes} bytes") from None
 
