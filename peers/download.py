@@ -168,6 +168,7 @@ class _Download:
         """From when on a donor may be asked for its manifest; one that is given up is not in it."""
         self._patience: dict[PeerId, Patience] = {}
         self._manifests: Counter[PeerId] = Counter()
+        self._donors = tuple(dict.fromkeys(donors))
         self._reasons: dict[PeerId, str] = {}
         self._partial: _Partial | None = None
         self._told_at = -_TELL_EVERY_S
@@ -179,7 +180,9 @@ class _Download:
                 if snapshot is not None:
                     return snapshot
             if not self._due:
-                reasons = "; ".join(f"{donor}: {reason}" for donor, reason in self._reasons.items())
+                reasons = "; ".join(
+                    f"{donor}: {self._reasons[donor]}" for donor in self._donors if donor in self._reasons
+                )
                 raise NoDonorError(f"nobody could give the state: {reasons or 'there is no donor'}")
             await asyncio.sleep(max(0.0, min(self._due.values()) - _now()))
 

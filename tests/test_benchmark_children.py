@@ -19,11 +19,10 @@ for line in sys.stdin:
     print(line, end="", flush=True)
 """
 STUBBORN = """
-import signal, subprocess, sys
+import signal, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print('{"child": %d}' % child.pid, flush=True)
-sys.stdin.read()
-child.wait()
+time.sleep(600)  # even where its own child is gone
 """
 
 
