@@ -148,8 +148,9 @@ def test_the_syncer_dies_and_comes_back_from_its_checkpoint_while_learners_train
     assert pool.leftovers() == []
 
 
-def test_launched_together_they_finish_near_each_other_and_the_syncer_keeps_theta(pool: ProcessPool) -> None:
-    path = write_recipe(pool.folder, rounds=8, quorum=2)
+def test_launched_together_they_merge_to_the_end_and_the_syncer_keeps_theta(pool: ProcessPool) -> None:
+    # a round takes some 25 ms here: enough of them that both learners are there for most of the run
+    path = write_recipe(pool.folder, rounds=200, quorum=2)
     run = pool.folder / "run"
     data = pool.folder / "text.txt"
     launch = pool.gasloc(
@@ -158,11 +159,17 @@ def test_launched_together_they_finish_near_each_other_and_the_syncer_keeps_thet
     assert launch.wait(110) == 0, (launch.errors, launch.output[-5:])
 
     result = json.loads((run / "summary.json").read_text())
-    assert (result["peers"], result["workers"], result["rounds"]) == (2, 2, 8)
+    assert (result["peers"], result["workers"], result["rounds"]) == (2, 2, 200)
     assert result["validation_loss_last"] < result["validation_loss_first"] - 0.5
-    assert 0 <= result["replica_spread"] < 0.5
-    ended = read_events(run / "syncer" / "events.jsonl")[-1]
-    assert (ended["event"], ended["round"]) == ("finished", 8)
+    # how far learners are apart at the end depends on who was ahead by how much: nobody waits for anybody
+    assert 0 <= result["replica_spread"] < 2
+    for worker in sorted(run.glob("worker-*")):
+        rounds = [event for event in read_events(worker / "events.jsonl") if event["event"] == "round"]
+        assert any(event["mixed"] for event in rounds)
+    of_syncer = read_events(run / "syncer" / "events.jsonl")
+    assert any(event["event"] == "merge" and len(event["learners"]) == 2 for event in of_syncer)
+    ended = of_syncer[-1]
+    assert (ended["event"], ended["round"]) == ("finished", 200)
     assert (run / "syncer" / "model.safetensors").stat().st_size > 10_000
     assert not any("syncer" in line and "ended" in line for line in launch.output)
 
