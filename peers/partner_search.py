@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from peers.errors import DaemonError, ProtocolError, RefusedError, UnreachableError, WireError
+from peers.errors import DaemonError, PeersError, ProtocolError, RefusedError, UnreachableError, WireError
 from peers.exchange import Answer, PeerId, Slot, Swap
 from peers.hello import MAX_PATIENCE_S, Hello, Reply, dials, words
 from peers.meter import Meter
@@ -142,14 +142,8 @@ class PartnerSearch:
                 reply = await _ask(wire, replace(hello, patience_s=patience_s))
             kept = reply.answer is Answer.ACCEPT
             return Meeting(partner, wire, reply.note, None) if kept else declined(reply)
-        except (UnreachableError, DaemonError) as error:
-            return _out_of_reach(error)
-        except TimeoutError:
-            return Swap(Answer.TIMEOUT, "did not answer in time")
-        except WireError as error:
-            return Swap(Answer.UNREACHABLE, f"closed the stream before it answered: {error}")
-        except ProtocolError as error:
-            return Swap(Answer.REFUSED, f"its answer was refused: {error}", at_fault=True)
+        except (PeersError, TimeoutError) as error:
+            return _unanswered(error)
         finally:
             if wire and not kept:
                 wire.cut()
@@ -188,14 +182,8 @@ class PartnerSearch:
         """What a hello would be answered, as the outcome of a trade that was not begun. `ACCEPT`: it would begin."""
         try:
             return declined(await self.probe(partner, hello))
-        except (UnreachableError, DaemonError) as error:
-            return _out_of_reach(error)
-        except TimeoutError:
-            return Swap(Answer.TIMEOUT, "did not answer in time")
-        except WireError as error:
-            return Swap(Answer.UNREACHABLE, f"closed the stream before it answered: {error}")
-        except ProtocolError as error:
-            return Swap(Answer.REFUSED, f"its answer was refused: {error}", at_fault=True)
+        except (PeersError, TimeoutError) as error:
+            return _unanswered(error)
 
     async def probe(self, partner: PeerId, hello: Hello) -> Reply:
         """Asks what a hello would be answered. Raises as `Transport.dial` does; `ProtocolError`, `TimeoutError`."""
@@ -221,6 +209,20 @@ async def discard(seeking: "asyncio.Task[Meeting | Swap] | asyncio.Task[Meeting 
 def declined(reply: Reply) -> Swap:
     """A reply as the outcome of a trade that was not begun."""
     return Swap(reply.answer, reply.reason, their_round=reply.round, next_slot_s=reply.next_slot_s)
+
+
+def _unanswered(error: PeersError | TimeoutError) -> Swap:
+    """The outcome where a hello got no answer that counts. Raises any other error as it is."""
+    match error:
+        case UnreachableError() | DaemonError():
+            return _out_of_reach(error)
+        case TimeoutError():
+            return Swap(Answer.TIMEOUT, "did not answer in time")
+        case WireError():
+            return Swap(Answer.UNREACHABLE, f"closed the stream before it answered: {error}")
+        case ProtocolError():
+            return Swap(Answer.REFUSED, f"its answer was refused: {error}", at_fault=True)
+    raise error
 
 
 async def _ask(wire: Wire, hello: Hello) -> Reply:
