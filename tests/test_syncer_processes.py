@@ -161,8 +161,7 @@ def test_launched_together_they_merge_to_the_end_and_the_syncer_keeps_theta(pool
     result = json.loads((run / "summary.json").read_text())
     assert (result["peers"], result["workers"], result["rounds"]) == (2, 2, 200)
     assert result["validation_loss_last"] < result["validation_loss_first"] - 0.5
-    # how far learners are apart at the end depends on who was ahead by how much: nobody waits for anybody
-    assert 0 <= result["replica_spread"] < 2
+    assert 0 <= result["replica_spread"] < 0.5
     for worker in sorted(run.glob("worker-*")):
         rounds = [event for event in read_events(worker / "events.jsonl") if event["event"] == "round"]
         assert any(event["mixed"] for event in rounds)
