@@ -8,7 +8,9 @@ TEXT = (
 )
 
 
-def write_small_recipe(folder: Path, *, rounds: int = 6, local_steps: int = 8, grace_s: float = 10.0) -> Path:
+def write_small_recipe(
+    folder: Path, *, rounds: int = 6, local_steps: int = 8, grace_s: float = 10.0, stale_rounds: int = 5
+) -> Path:
     """Writes the recipe and the text that it trains on (`--data text.txt`); returns the recipe's path."""
     path = folder / "small.toml"
     path.write_text(
@@ -16,6 +18,7 @@ def write_small_recipe(folder: Path, *, rounds: int = 6, local_steps: int = 8, g
 name = "small"
 rounds = {rounds}
 local_steps = {local_steps}
+stale_rounds = {stale_rounds}
 data = "own"
 [model]
 dim = 32
