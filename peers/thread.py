@@ -65,12 +65,13 @@ class NetworkThread:
         return future.result()
 
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
-        """Runs a coroutine on the loop and does not wait. What it raises is in the future, and is logged.
+        """Runs a coroutine on the loop and does not wait. What it raises is in the future; a crash is logged too.
 
-        Raises `RuntimeError` once the thread is closed.
+        A `PeersError` is not: it is for whoever holds the future to tell, once. Raises `RuntimeError` once the
+        thread is closed.
         """
         _, future = self._start(coroutine)
-        future.add_done_callback(_log_failure)
+        future.add_done_callback(_log_crashed_task)
         return future
 
     def close(self) -> None:
@@ -145,13 +146,9 @@ def _settle(future: "concurrent.futures.Future[T]", task: "asyncio.Task[T]") -> 
         future.set_result(task.result())
 
 
-def _log_failure(future: "concurrent.futures.Future[Any]") -> None:
+def _log_crashed_task(future: "concurrent.futures.Future[Any]") -> None:
     error = future.exception()
-    if isinstance(error, concurrent.futures.CancelledError) or error is None:
-        return
-    if isinstance(error, PeersError):
-        _log.warning("in the background: %s", error)
-    else:
+    if error is not None and not isinstance(error, concurrent.futures.CancelledError | PeersError):
         _log.error("a background task crashed", exc_info=error)
 
 

@@ -110,16 +110,19 @@ def test_an_interrupt_cancels_the_call() -> None:
     network.close()
 
 
-def test_a_crash_in_the_background_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_crash_in_the_background_is_logged_and_a_failure_is_its_callers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     network = NetworkThread()
-    with caplog.at_level(logging.WARNING):
-        concurrent.futures.wait(
-            [network.spawn(fail(ValueError("a bug"))), network.spawn(fail(UnreachableError("no network")))]
-        )
+    with caplog.at_level(logging.DEBUG):
+        crash, failure = network.spawn(fail(ValueError("a bug"))), network.spawn(fail(UnreachableError("no network")))
+        concurrent.futures.wait([crash, failure])
         network.close()
     assert "a bug" in caplog.text
     assert "Traceback" in caplog.text
-    assert "in the background: no network" in caplog.text
+    assert "no network" not in caplog.text
+    with pytest.raises(UnreachableError, match="no network"):
+        failure.result()
 
 
 def test_closing_cancels_what_runs_and_joins() -> None:
