@@ -186,7 +186,7 @@ def speeds(one: State, other: State, repeats: int) -> dict[str, tuple[float, flo
             decode = partial(quantize.int8_decode, *quantize.int8_encode(sent), torch.float32)
             result[codec] = (_rate(partial(quantize.int8_encode, sent), repeats), _rate(decode, repeats))
         else:
-            dtype = codecs.wire_dtype(codec, "w", sent)
+            dtype = codecs.wire_dtype(codec, sent)
             narrow = partial(codecs.encode, sent, dtype)
             decode = partial(codecs.decode, narrow(), dtype, torch.empty_like(sent))
             result[codec] = (_rate(narrow, repeats), _rate(decode, repeats))

@@ -67,10 +67,13 @@ class Body:
                 raise LayoutError(f"tensor '{name}' is {tensor.dtype}, which cannot be sent")
             origin = start.get(name) if start else None
             row, shape = codec.flat(tensor), tuple(tensor.shape)
-            wire_dtype = codec.wire_dtype(codec_name, name, row)
             packing = codec.packing(codec_name, shape, row, has_start=origin is not None)
+            finite = False
             if packing in MODULAR_BITS and origin is not None:
-                self.bounds[name] = _movement(name, tensor.detach(), origin.detach())
+                self.bounds[name], finite = _movement(name, tensor.detach(), origin.detach())
+            if not finite:
+                codec.check_finite(name, row)
+            wire_dtype = codec.wire_dtype(codec_name, row)
             self.entries.append(Entry(name, shape, tensor.dtype, wire_dtype, packing))
             self.rows[name] = row
         self.table = encode_table(self.entries)
@@ -122,12 +125,16 @@ def _some(blocks: Iterator[memoryview]) -> list[memoryview]:
     return made
 
 
-def _movement(name: str, tensor: torch.Tensor, origin: torch.Tensor) -> torch.Tensor:
-    """Where the tensor lies, so that no second copy leaves a device; in pieces, so that none is made on it."""
+def _movement(name: str, tensor: torch.Tensor, origin: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """A tensor's bounds, and whether it was seen to be finite on the way.
+
+    Computed where the tensor lies, so that no second copy leaves a device; in pieces, so that none is made on it.
+    """
     if origin.shape != tensor.shape:
         raise LayoutError(f"tensor '{name}' has shape {list(tensor.shape)}, but started as {list(origin.shape)}")
     pieces = zip(_cut(tensor.reshape(-1)), _cut(origin.reshape(-1)), strict=True)
-    return torch.cat([quantize.movement_bounds(piece, before.to(piece)) for piece, before in pieces]).cpu()
+    found = [quantize.movement(piece, before.to(piece)) for piece, before in pieces]
+    return torch.cat([bounds for bounds, _ in found]).cpu(), all(finite for _, finite in found)
 
 
 def _cut(row: torch.Tensor) -> list[torch.Tensor]:
@@ -296,17 +303,11 @@ def _unpack(entry: Entry, start: int, data: memoryview, row: torch.Tensor, resto
         return  # finite, as our own values are: see `quantize.decode_into`
     elif entry.wire_dtype is not entry.dtype:
         row.copy_(_tensor(data).view(entry.wire_dtype))
-    check_finite(entry, row)
+    codec.check_finite(entry.name, row)
 
 
 def _tensor(data: memoryview) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch.uint8)
-
-
-def check_finite(entry: Entry, row: torch.Tensor) -> None:
-    """Raises `ProtocolError` that names the tensor when received values are NaN or infinite."""
-    if not codec.is_finite(row):
-        raise ProtocolError(f"tensor '{entry.name}' holds NaN or infinite values")
 
 
 def new_digest() -> "hashlib._Hash":

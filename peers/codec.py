@@ -46,13 +46,8 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu").contiguous().reshape(-1)
 
 
-def wire_dtype(codec: CodecName, name: str, row: torch.Tensor) -> torch.dtype:
-    """The dtype in which a flat tensor travels.
-
-    Raises `ProtocolError` that names the tensor when it holds NaN or infinite values.
-    """
-    if not is_finite(row):
-        raise ProtocolError(f"tensor '{name}' holds NaN or infinite values")
+def wire_dtype(codec: CodecName, row: torch.Tensor) -> torch.dtype:
+    """The dtype in which a flat tensor of finite values travels."""
     narrow = _NARROW.get(codec)
     if narrow is None or row.dtype not in _WIDE or not row.numel():
         return row.dtype
@@ -82,6 +77,12 @@ def is_finite(tensor: torch.Tensor) -> bool:
         return True
     # A finite sum proves it at 8 GiB/s; a sum that overflowed proves nothing, and is rare.
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+
+
+def check_finite(name: str, row: torch.Tensor) -> None:
+    """Raises `ProtocolError` that names the tensor when values are NaN or infinite."""
+    if not is_finite(row):
+        raise ProtocolError(f"tensor '{name}' holds NaN or infinite values")
 
 
 def encode(row: torch.Tensor, as_dtype: torch.dtype) -> memoryview:

@@ -10,8 +10,8 @@ import torch
 
 from peers import modular, quantize
 from peers.bodies import Bodies
-from peers.body import Body, check_finite
-from peers.codec import CodecName
+from peers.body import Body
+from peers.codec import CodecName, check_finite
 from peers.errors import ProtocolError
 from peers.exchange import Tensors
 from peers.modular import PIECE_ELEMENTS, Lattice, Restore
@@ -78,7 +78,7 @@ def passed(send: Body, near: Body, noise: torch.Generator) -> Passage:
         for entry in entries:
             sent_bytes += _raw(entry, send.rows[entry.name], rows[entry.name], restore)
     for entry in send.entries:
-        check_finite(entry, rows[entry.name])
+        check_finite(entry.name, rows[entry.name])
     return Passage(
         tensors={entry.name: rows[entry.name].reshape(entry.shape) for entry in send.entries},
         sent_bytes=sent_bytes,

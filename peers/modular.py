@@ -100,8 +100,7 @@ def retried(entries: Sequence[Entry]) -> list[Entry]:
 
 def encode_retry(entry: Entry, row: torch.Tensor, blocks: torch.Tensor, lattice: Lattice) -> memoryview:
     """The bytes of chosen blocks, whose elements are `row`, in 8 bits."""
-    codes = quantize.encode(row, lattice.steps[entry.name][blocks], _RETRY_BITS, lattice.noise)
-    return _bytes_of(codes)
+    return _encoded(row, lattice.steps[entry.name][blocks], _RETRY_BITS, lattice)
 
 
 def retry_bytes(blocks: int, count: int) -> int:
@@ -112,12 +111,13 @@ def retry_bytes(blocks: int, count: int) -> int:
 def encode_piece(entry: Entry, start: int, row: torch.Tensor, lattice: Lattice) -> memoryview:
     """The bytes of the piece that begins at element `start`, `row` (n,); of `piece_bytes` length."""
     step = lattice.steps[entry.name][_blocks(start, row.numel())]
-    codes = quantize.encode(row, step, MODULAR_BITS[entry.packing], lattice.noise)
-    return _bytes_of(codes)
+    return _encoded(row, step, MODULAR_BITS[entry.packing], lattice)
 
 
-def _bytes_of(codes: quantize.Codes) -> memoryview:
-    return codec.view(torch.cat([codes.checks.view(torch.uint8), codes.packed]))
+def _encoded(row: torch.Tensor, step: torch.Tensor, bits: Bits, lattice: Lattice) -> memoryview:
+    data = torch.empty(_CHECK_BYTES * step.numel() + quantize.packed_bytes(row.numel(), bits), dtype=torch.uint8)
+    quantize.encode_into(_codes(data, step.numel()), row, step, bits, lattice.noise)
+    return codec.view(data)
 
 
 def _blocks(start: int, count: int) -> slice:
@@ -163,7 +163,7 @@ class Restore:
 
 
 def _codes(data: torch.Tensor, blocks: int) -> quantize.Codes:
-    """What `_bytes_of` made of the codes of so many blocks."""
+    """The codes of so many blocks, where they lie on the wire."""
     return quantize.Codes(data[_CHECK_BYTES * blocks :], data[: _CHECK_BYTES * blocks].view(torch.int32))
 
 

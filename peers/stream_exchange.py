@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from peers import codec
+from peers import codec, compiled
 from peers.bodies import Bodies, bodies, noise
 from peers.codec import CodecName
 from peers.errors import GarbledError, LayoutError, ProtocolError, RefusedError, WireError
@@ -78,7 +78,9 @@ class StreamExchange:
         return self._transport.me
 
     async def start(self) -> None:
-        """Accepts partners' streams and probes from now on."""
+        """Accepts partners' streams and probes from now on; loads beside it what a modular codec is computed with."""
+        if self._codec in codec.MODULAR_CODECS:
+            asyncio.get_running_loop().run_in_executor(None, compiled.prepare)
         await self._transport.serve(EXCHANGE_PROTOCOL, self._on_stream)
         await self._transport.serve(PROBE_PROTOCOL, self._on_probe)
 

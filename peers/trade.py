@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from peers import codec, modular
-from peers.body import Body, NoDigest, check_finite, check_layout, receive_table, receive_tensors
+from peers.body import Body, NoDigest, check_layout, receive_table, receive_tensors
 from peers.errors import ProtocolError, WireError
 from peers.exchange import Layout
 from peers.modular import Lattice, Restore, Steps
@@ -223,7 +223,7 @@ class Trade:
             payload = await self._receive_after_progress(Kind.BLOCK, limit, size_bytes)
             values = torch.empty(elements.numel(), dtype=entry.dtype)
             codec.decode(payload, entry.dtype, values)
-            check_finite(entry, values)
+            codec.check_finite(entry.name, values)
             row[elements] = values
 
     async def _receive_after_progress(self, due: Kind, limit: StallLimit, limit_bytes: int = MAX_HEADER_BYTES) -> bytes:

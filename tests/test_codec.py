@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from peers.body import Body
 from peers.codec import CODECS, CodecName, decode, encode, flat, is_finite, may_travel, wire_dtype
 from peers.errors import ProtocolError
 
@@ -19,7 +20,7 @@ finite = arrays.arrays(
 
 def travel(tensor: torch.Tensor, codec: CodecName) -> torch.Tensor:
     row = flat(tensor)
-    as_dtype = wire_dtype(codec, "w", row)
+    as_dtype = wire_dtype(codec, row)
     received = torch.empty(row.numel(), dtype=tensor.dtype)
     decode(bytes(encode(row, as_dtype)), as_dtype, received)
     return received.reshape(tensor.shape)
@@ -60,11 +61,11 @@ def test_float64_stays_exact_under_fp32() -> None:
 @pytest.mark.parametrize(("codec", "largest", "over"), [("fp16", 65504.0, 65505.0), ("bf16", 3.3895e38, 3.4e38)])
 def test_what_is_out_of_range_travels_wide_and_exact(codec: CodecName, largest: float, over: float) -> None:
     held = torch.tensor([largest, -1.0])
-    assert wire_dtype(codec, "w", held).itemsize == 2
+    assert wire_dtype(codec, held).itemsize == 2
     assert bool(torch.isfinite(travel(held, codec)).all())
     for sign in (1, -1):
         wide = torch.tensor([sign * over, 1 / 3])
-        assert wire_dtype(codec, "w", wide) is torch.float32
+        assert wire_dtype(codec, wide) is torch.float32
         assert torch.equal(travel(wide, codec), wide)
 
 
@@ -73,7 +74,7 @@ def test_what_is_out_of_range_travels_wide_and_exact(codec: CodecName, largest: 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_what_is_not_finite_is_refused_by_name(codec: CodecName, bad: float, dtype: torch.dtype) -> None:
     with pytest.raises(ProtocolError, match="tensor 'first' holds NaN or infinite values"):
-        wire_dtype(codec, "first", torch.tensor([0.0, bad, 1.0], dtype=dtype))
+        Body({"first": torch.tensor([0.0, bad, 1.0], dtype=dtype)}, codec)
 
 
 def test_finite_values_whose_sum_overflows_are_finite() -> None:
