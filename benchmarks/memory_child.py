@@ -32,14 +32,17 @@ class Peaks:
         self.training = False
         """Whether outer steps are of a round, and not trials as a state is loaded."""
         self._phase = "start"
+        self._lock = threading.Lock()
+        """Under overlap an exchange begins on a thread of its own."""
 
     def begin(self, phase: str) -> None:
         """Ends the phase before."""
-        self.end()
-        self._phase = phase
-        _CLEAR.write_text("5")
+        with self._lock:
+            self._end()
+            self._phase = phase
+            _CLEAR.write_text("5")
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Counts what the phase reached so far."""
         self.of[self._phase] = max(self.of.get(self._phase, 0), _resident_bytes("VmHWM"))
 
@@ -63,7 +66,8 @@ def chosen_recipe(options: argparse.Namespace) -> Recipe:
     loaded = recipe.load(options.recipe)
     fragments = options.fragments or loaded.fragments
     changes = {"local_steps": max(options.local_steps, fragments), "fragments": fragments, "pacing": False}
-    changes["exchange"] = loaded.exchange.model_dump() | {"grace_s": _GRACE_S}
+    overlap = options.overlap or "off"
+    changes["exchange"] = loaded.exchange.model_dump() | {"grace_s": _GRACE_S, "overlap": overlap}
     return recipe.override(loaded, {**changes, "rounds": options.rounds, "topology": "2-peer"})
 
 
@@ -114,6 +118,7 @@ def train_as_peer(options: argparse.Namespace) -> None:
             seed=chosen.seed,
             outer=watched,
             grace_s=chosen.exchange.grace_s,
+            overlap=chosen.exchange.overlap,
             on_round=results.append,
         )
         with peaks.phase("entering the run"):
@@ -131,6 +136,7 @@ def train_as_peer(options: argparse.Namespace) -> None:
                 optimizer.zero_grad()
             if results and results[-1].next_round == optimizer.round and optimizer.local_step == 0:
                 swarm.publish(results[-1])
+        optimizer.take_outcomes()
         with peaks.phase("a copy of the state for a newcomer"):
             optimizer.snapshot()
         daemons = psutil.Process().children(recursive=True)
@@ -140,6 +146,7 @@ def train_as_peer(options: argparse.Namespace) -> None:
                 "code_bytes": loaded_bytes,
                 "daemon_bytes": sum(child.memory_info().rss for child in daemons),
                 "mixed": [len(result.partners) for result in results],
+                "overlap_steps": max(result.overlap_steps for result in results),
                 "reasons": [result.reason for result in results],
                 "bytes_received": [result.bytes_received for result in results],
             }
@@ -173,6 +180,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=16, help="of one batch")
     parser.add_argument("--local-steps", type=int, default=8, help="a round; as many as fragments at least")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--overlap", type=int, default=0, help="steps for which an exchange may be under way")
     parser.add_argument("--alone-steps", type=int, default=3)
 
 
