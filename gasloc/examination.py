@@ -9,6 +9,7 @@ from pathlib import Path
 from gasloc import diagnosis
 from gasloc.diagnosis import Line
 from gasloc.errors import GaslocError
+from gasloc.loading import loading
 from gasloc.recipe import Recipe, load
 from peers.errors import DaemonError, IdentityError, PeersError
 from peers.exchange import PeerId
@@ -72,11 +73,11 @@ def _network(
     wanted: Examination, own_id: PeerId | None, identity_words: str, tell: Callable[..., None]
 ) -> Recipe | None:
     """The checks that need p2pd; returns the recipe of the swarm's run, where there is one."""
-    # not before now: they load hivemind, and with it torch
-    from gasloc.card import read_card
-    from peers.checks import LookOptions, look
-    from peers.p2pd import check_free
-    from peers.thread import NetworkThread
+    with loading():  # not before now: they load hivemind, and with it torch
+        from gasloc.card import read_card
+        from peers.checks import LookOptions, look
+        from peers.p2pd import check_free
+        from peers.thread import NetworkThread
 
     port = wanted.port
     try:

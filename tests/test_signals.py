@@ -2,11 +2,17 @@
 
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 
+from gasloc import checkpoint
+from gasloc.loading import loading
 from gasloc.recipe import load
 from gasloc.stop import Stop
 from peers.membership import MemberState, Status
@@ -97,6 +103,64 @@ def test_in_the_middle_of_an_exchange(pool: ProcessPool) -> None:
     stop_in_order([partner])
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGHUP, 0), (signal.SIGINT, 130)])
+def test_while_it_writes_a_checkpoint(pool: ProcessPool, number: signal.Signals, code: int) -> None:
+    """Frozen with one half written, told again, and let go: at once or in order, the last whole one is there."""
+    folder = pool.folder / "first" / "checkpoints"
+    stop_in_order([once_round(start(pool))])
+    before = checkpoint.load_latest(folder)
+    assert before is not None
+    process = frozen_as_it_writes(pool, folder)
+    process.signal(number)
+    process.signal(signal.SIGCONT)
+    assert process.wait(END_S * LOADED) == code, process.describe()
+    assert process.errors == []
+    saved = checkpoint.load_latest(folder)
+    assert saved is not None
+    assert saved.skipped == ()
+    assert saved.meta["step"] >= before.meta["step"]
+    if code == 0:
+        assert process.events[-1]["event"] == "stopped"
+        assert half_written(folder) == []
+        assert saved.meta["step"] == process.of("checkpoint")[-1]["step"]
+    stop_in_order([once_round(start(pool))])
+    assert half_written(folder) == []
+    assert pool.leftovers() == []
+
+
+def frozen_as_it_writes(pool: ProcessPool, folder: Path) -> GaslocProcess:
+    """A peer that was told to stop, and frozen as its checkpoint lay there under its temporary name.
+
+    It lies there for milliseconds, and no event tells of it, so it is looked for as often as can be, at several ends.
+    """
+    for _ in range(10):
+        process = once_round(start(pool))
+        process.signal(signal.SIGTERM)
+        frozen = psutil.Process(process.pid)
+        while process.code() is None:
+            if not half_written(folder):
+                continue
+            frozen.suspend()
+            while frozen.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
+                pass
+            if half_written(folder) and frozen.status() == psutil.STATUS_STOPPED:
+                return process
+            frozen.resume()
+            break
+        process.wait(END_S * LOADED)
+    raise AssertionError(f"no half checkpoint was met; {process.describe()}")
+
+
+def once_round(process: GaslocProcess) -> GaslocProcess:
+    """The process, after its first round."""
+    process.event("round", START_S)
+    return process
+
+
+def half_written(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if not path.name.startswith("checkpoint-")]
+
+
 def test_as_it_finishes(pool: ProcessPool) -> None:
     process = start(pool, rounds=2)
     process.event("round", START_S, lambda record: record["round"] == 1)
@@ -114,6 +178,32 @@ def test_killed_it_can_be_started_again_at_once_at_the_same_port(pool: ProcessPo
     assert f"/tcp/{port}/" in address_of(again)
     stop_in_order([again])
     assert pool.leftovers() == []
+
+
+def test_while_python_loads_it_ends_without_a_traceback() -> None:
+    script = (
+        "import os, signal\n"
+        "from gasloc.loading import loading\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "with loading():\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_when_it_is_loaded_sigint_is_what_it_was() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    for handler in (signal.default_int_handler, signal.SIG_IGN):
+        signal.signal(signal.SIGINT, handler)
+        try:
+            with loading():
+                assert signal.getsignal(signal.SIGINT) is (
+                    signal.SIG_DFL if handler is signal.default_int_handler else signal.SIG_IGN
+                )
+            assert signal.getsignal(signal.SIGINT) is handler
+        finally:
+            signal.signal(signal.SIGINT, before)
 
 
 def test_a_second_sighup_is_the_same_terminal_going() -> None:

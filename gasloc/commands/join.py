@@ -3,6 +3,7 @@
 from gasloc.commands import options
 from gasloc.commands.choices import presence
 from gasloc.errors import UsageError
+from gasloc.loading import loading
 
 
 def join(
@@ -41,7 +42,8 @@ def join(
     if not place.initial_peers and (dir is None or not (dir / "peers.json").exists()):
         raise UsageError("--peers is needed: the address that 'gasloc start' printed on the first machine")
 
-    from gasloc import worker
+    with loading():
+        from gasloc import worker
 
     return worker.join(
         worker.WorkerOptions(

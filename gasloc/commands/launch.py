@@ -7,6 +7,7 @@ import typer
 
 from gasloc.commands import options
 from gasloc.commands.choices import choose_recipe
+from gasloc.loading import loading
 from gasloc.run_folder import default_path
 
 
@@ -38,7 +39,8 @@ def launch(
     if dir is None:
         choose_recipe(recipe, changes, None)
 
-    from gasloc import launch as launcher
+    with loading():
+        from gasloc import launch as launcher
 
     return launcher.launch(
         launcher.LaunchOptions(

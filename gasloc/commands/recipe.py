@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gasloc.errors import RecipeError
+from gasloc.loading import loading
 
 if TYPE_CHECKING:
     from gasloc.recipe import Recipe
@@ -36,10 +37,11 @@ def check(
 
 def describe(recipe: Recipe) -> list[str]:
     """What the recipe asks of a peer, a line each. Raises `RecipeError` if its peers would drift apart."""
-    from gasloc.consensus import consensus
-    from gasloc.model import parameter_count
-    from gasloc.stability import Verdict
-    from gasloc.view import bytes_in_words
+    with loading():
+        from gasloc.consensus import consensus
+        from gasloc.model import parameter_count
+        from gasloc.stability import Verdict
+        from gasloc.view import bytes_in_words
 
     parameters = parameter_count(recipe.model)
     partners = _PARTNERS.get(recipe.topology)

@@ -4,6 +4,7 @@ import typer
 
 from gasloc.commands import options
 from gasloc.commands.choices import presence
+from gasloc.loading import loading
 
 
 def relay(
@@ -32,6 +33,7 @@ def relay(
         deny_file=deny_file,
     )
 
-    from gasloc import relay as relaying
+    with loading():
+        from gasloc import relay as relaying
 
     return relaying.run(place, typer.echo)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gasloc.commands import options
+from gasloc.loading import loading
 from gasloc.run_folder import default_path
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ def simulate(
         "pacing": pacing,
     }
     chosen = _recipe(recipe, changes, quorum)
-    from gasloc.simulation.conditions import conditions_of, numbers
+    with loading():
+        from gasloc.simulation.conditions import conditions_of, numbers
 
     conditions = conditions_of(
         workers,
@@ -91,12 +93,13 @@ def simulate(
         mttr_s=numbers("mttr", mttr),
         join_s=numbers("join", join),
     )
-    import torch
+    with loading():
+        import torch
 
-    from gasloc import corpus
-    from gasloc.simulation.decoder import DecoderProblem
-    from gasloc.simulation.record import Record
-    from gasloc.simulation.run import Simulation, Variant
+        from gasloc import corpus
+        from gasloc.simulation.decoder import DecoderProblem
+        from gasloc.simulation.record import Record
+        from gasloc.simulation.run import Simulation, Variant
 
     if threads:
         torch.set_num_threads(threads)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from gasloc.commands import options
 from gasloc.commands.choices import choose_recipe, presence
+from gasloc.loading import loading
 
 if TYPE_CHECKING:
     from gasloc.recipe import Recipe
@@ -61,7 +62,8 @@ def syncer(
     if dir is None:
         make_recipe(None)  # what is wrong with it is said before torch is loaded and a folder made
 
-    from gasloc import syncer_peer
+    with loading():
+        from gasloc import syncer_peer
 
     return syncer_peer.run(
         syncer_peer.SyncerPeerOptions(
