@@ -1,6 +1,5 @@
 """Who is in a swarm, as a client sees it that does not train: `gasloc status`."""
 
-import json
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -65,12 +64,8 @@ def look(addresses: Sequence[str], stop: threading.Event | None = None, *, secre
     return Roster(card, recipe, tuple(ordered), tuple(peer.warnings))
 
 
-def show(addresses: Sequence[str], *, secret_file: Path | None = None, as_json: bool) -> int:
-    """Prints the roster; returns the exit code."""
-    roster = look(addresses, secret_file=secret_file)
-    if as_json:
-        typer.echo(json.dumps(as_record(roster)))
-        return 0
+def print_roster(roster: Roster) -> None:
+    """Prints it for a person; warnings go to standard error."""
     for warning in roster.warnings:
         typer.echo(f"warning: {warning}", err=True)
     members = roster.members
@@ -79,7 +74,6 @@ def show(addresses: Sequence[str], *, secret_file: Path | None = None, as_json: 
         f"{roster.recipe.topology}, {len(members)} {'peer' if len(members) == 1 else 'peers'}"
     )
     Console().print(table(roster))
-    return 0
 
 
 def as_record(roster: Roster) -> dict[str, object]:

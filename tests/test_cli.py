@@ -274,9 +274,11 @@ class TestAddresses:
         assert "connection refused" in warning["message"]
         both.event("round", 60, lambda record: record["mixed"])
 
-        status = pool.gasloc("status", "--peers", live, "--json")
+        status = pool.gasloc("status", "--peers", live, "--dir", "both", "--json")
         assert status.wait(60) == 0, status.errors
-        told = json.loads(status.output[0])
+        (line,) = status.output
+        told = json.loads(line)
+        assert told["local"]["held"] == []
         assert {peer["peer"] for peer in told["peers"]} == {
             process.event("listening", 1)["peer"] for process in (first, both)
         }

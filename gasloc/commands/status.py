@@ -1,10 +1,16 @@
 """`gasloc status`: who is in a swarm, and what a peer of this machine holds against others."""
 
+import dataclasses
+import json as jsonlib
 import time
+from collections.abc import Sequence
 from pathlib import Path
+
+import typer
 
 from gasloc.commands import options
 from gasloc.errors import UsageError
+from gasloc.loading import loading
 
 
 def status(
@@ -17,28 +23,36 @@ def status(
     addresses = options.split_addresses(peers)
     if not addresses and dir is None:
         raise UsageError("--peers is needed: the address of any peer of the swarm; or --dir: the folder of one here")
-    if dir is not None:
-        show_local(dir, as_json=json)
-    if not addresses:
+    if json:
+        typer.echo(jsonlib.dumps(_document(addresses, dir, secret_file)))
         return 0
+    if dir is not None:
+        _print_local(dir)
+    if addresses:
+        with loading():
+            from gasloc.roster import look, print_roster
 
-    from gasloc.roster import show
+        print_roster(look(addresses, secret_file=secret_file))
+    return 0
 
-    return show(addresses, secret_file=secret_file, as_json=json)
+
+def _document(addresses: Sequence[str], folder: Path | None, secret_file: Path | None) -> dict[str, object]:
+    """The swarm's part at the top, where it was asked; what the peer here knows under `local`."""
+    from gasloc.local_status import local_status
+
+    local = {} if folder is None else {"local": dataclasses.asdict(local_status(folder))}
+    if not addresses:
+        return {**local}
+
+    with loading():
+        from gasloc.roster import as_record, look
+
+    return as_record(look(addresses, secret_file=secret_file)) | local
 
 
-def show_local(folder: Path, *, as_json: bool) -> None:
+def _print_local(folder: Path) -> None:
     """Prints what the peer of a folder knows. Raises `UsageError` where it has no events."""
-    import dataclasses
-    import json
-
-    import typer
-
     from gasloc.local_status import lines, local_status
 
-    found = local_status(folder)
-    if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(found)))
-        return
-    for line in lines(found, time.time()):
+    for line in lines(local_status(folder), time.time()):
         typer.echo(line)
