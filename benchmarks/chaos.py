@@ -41,6 +41,8 @@ class Chaos:
         self._begun_s = time.monotonic()
         self._cuts: list[Cut] = []
         self._deaths = 0
+        self._kept_out = 0
+        """Newcomers that ended as they should: all whom they were told of were cut off from them as they came."""
         self._liars: list[Life] = []
         self._turn = 0
         self._order: list[str] = []
@@ -74,7 +76,7 @@ class Chaos:
         wait_until(lambda: all(life.rounds() for life in swarm.honest()), READY_S)
         self._watch(SETTLE_S)
         self._replace_dead()
-        wait_until(lambda: all(life.addresses() for life in swarm.honest()), READY_S)
+        wait_until(lambda: all(life.rounds() for life in swarm.honest()), READY_S)
         last = swarm.honest()
         for life in swarm.lives:
             life.process.send_signal(signal.SIGINT)
@@ -91,7 +93,11 @@ class Chaos:
             chaos_verdict.goodput(events),
             chaos_verdict.healed(self._cuts, events_of),
             chaos_verdict.liar(events, [_identity(life) for life in self._liars]),
-            Line("no peer ended by itself", f"{self._deaths} did", self._deaths == 0),
+            Line(
+                "no member ended by itself",
+                f"{self._deaths} did; kept out by a cut: {self._kept_out}",
+                not self._deaths,
+            ),
             Line("told to stop, everybody exits 0", str(codes), set(codes.values()) == {0}),
             Line("no process left", ", ".join(leftovers) or "none", not leftovers),
             chaos_verdict.flat("descriptors", 1, 0.1, 8, honest),
@@ -115,11 +121,15 @@ class Chaos:
         for life in [life for life in self._swarm.lives if life.process.poll() is not None]:
             self._tell(f"{life.name} ended by itself, code {life.process.returncode}")
             self._swarm.bury(life)
-            if life.honest:
-                self._deaths += 1
-                self._swarm.join(life.folder)
-            else:
+            if not life.honest:
                 self._lie()
+                continue
+            came = time.time() - (time.monotonic() - life.begun_s)
+            if not life.joined() and any(cut.healed > came for cut in self._cuts):
+                self._kept_out += 1
+            else:
+                self._deaths += 1
+            self._swarm.join(life.folder)
 
     def _disturb(self, left_s: float) -> None:
         """Each kind of misfortune in turn, in an order of chance, to a random peer; the first is as mortal."""

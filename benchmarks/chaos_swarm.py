@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,26 +58,32 @@ class Life:
     honest: bool = True
     samples: list[tuple[float, int, int]] = field(default_factory=list)
     """Seconds alive, open descriptors, resident bytes."""
+    lines_before: int = 0
+    """Lines that those before it in this folder wrote."""
 
     def events(self) -> Iterator[dict[str, Any]]:
         """What it and those before it in this folder said so far."""
-        path = self.folder / "events.jsonl"
-        if path.exists():
-            for line in path.read_text().splitlines():
-                with contextlib.suppress(ValueError):  # the line that a SIGKILL cut
-                    yield json.loads(line)
+        return read_lines(written(self.folder))
+
+    def own_events(self) -> Iterator[dict[str, Any]]:
+        """What it said itself so far."""
+        return read_lines(written(self.folder)[self.lines_before :])
+
+    def joined(self) -> bool:
+        """Whether it has become a member."""
+        return any(event["event"] == "joined" for event in self.own_events())
 
     def rounds(self) -> list[dict[str, Any]]:
-        """The rounds that ended, with what came of them."""
-        return [event for event in self.events() if event["event"] == "round"]
+        """The rounds that it ended, with what came of them."""
+        return [event for event in self.own_events() if event["event"] == "round"]
 
     def peer_id(self) -> str:
         """Empty before it listens."""
         return next((str(event["peer"]) for event in self.events() if event["event"] == "listening"), "")
 
     def addresses(self) -> list[str]:
-        """Where others can dial it; the best alone."""
-        listening = [event for event in self.events() if event["event"] == "listening"]
+        """Where others can dial it; the best alone. Nowhere before it listens."""
+        listening = [event for event in self.own_events() if event["event"] == "listening"]
         return [str(address) for address in listening[-1]["addresses"][:1]] if listening else []
 
     def sample(self, now_s: float) -> None:
@@ -102,6 +108,19 @@ class Life:
                 if process.name() == "p2pd":
                     found.append(process)
         return found
+
+
+def written(folder: Path) -> list[str]:
+    """The lines of a folder's events."""
+    path = folder / "events.jsonl"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def read_lines(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The events in these lines, but for one that a SIGKILL cut."""
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)
 
 
 class Swarm:
@@ -201,6 +220,7 @@ class Swarm:
         host = self._free.pop()
         prefix, address = (self.lan.inside(host), self.lan.ip(host)) if self.lan else ([], "127.0.0.1")
         threads = ["--threads", "1"] if honest else []
+        lines_before = len(written(folder))
         with (folder.parent / f"{folder.name}.log").open("ab") as log:
             process = subprocess.Popen(
                 [*prefix, sys.executable, "-m", *words, "--dir", str(folder), "--host", address, *threads],
@@ -210,6 +230,6 @@ class Swarm:
                 stderr=log,
                 start_new_session=True,
             )
-        life = Life(folder.name, folder, host, process, time.monotonic(), honest)
+        life = Life(folder.name, folder, host, process, time.monotonic(), honest, lines_before=lines_before)
         self.lives.append(life)
         return life

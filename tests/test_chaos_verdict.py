@@ -104,3 +104,19 @@ def test_a_liar_that_nobody_noticed_fails_the_run(records: list[dict[str, Any]],
 def test_what_rises_after_warm_up_is_not_flat(life: Life, values: list[int], ok: bool) -> None:
     life.samples = [(float(index), value, 0) for index, value in enumerate(values)]
     assert chaos_verdict.flat("descriptors", 1, 0.1, 8, [life]).ok == ok
+
+
+def test_what_a_peer_said_itself_is_not_what_those_before_it_in_its_folder_said(life: Life) -> None:
+    before = [
+        '{"event": "joined"}',
+        '{"event": "listening", "addresses": ["/ip4/1.2.3.4/tcp/1"]}',
+        '{"event": "round"}',
+    ]
+    (life.folder / "events.jsonl").write_text("\n".join(before) + "\n")
+    life.lines_before = len(before)
+    assert (life.joined(), life.rounds(), life.addresses()) == (False, [], [])
+    with (life.folder / "events.jsonl").open("a") as file:
+        file.write('{"event": "joined"}\n{"event": "round", "round": 7}\n{"event": "rou')
+    assert life.joined()
+    assert [event["round"] for event in life.rounds()] == [7]
+    assert len(list(life.events())) == 5
