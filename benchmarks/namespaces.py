@@ -30,14 +30,16 @@ def why_not() -> str:
 class Lan:
     """A switch with hosts 10.77.0.1, 10.77.0.2, ...; a `with` block, after which all of it is gone.
 
-    Namespaces are named PREFIX-PID-HOST. Entering first removes those whose process was killed. Leaving kills what
-    still runs inside. Raises `subprocess.CalledProcessError` where the kernel refuses; nothing is left then.
+    `network`: the first three numbers of their addresses. p2pd treats those of the public internet otherwise than
+    private ones. Namespaces are named PREFIX-PID-HOST. Entering first removes those whose process was killed. Leaving
+    kills what still runs inside. Raises `subprocess.CalledProcessError` where the kernel refuses; nothing is left then.
     """
 
-    def __init__(self, hosts: int, *, prefix: str = PREFIX) -> None:
+    def __init__(self, hosts: int, *, prefix: str = PREFIX, network: str = "10.77.0") -> None:
         self._prefix = prefix
         self._stem = f"{prefix}-{os.getpid()}"
         self._hosts = range(1, hosts + 1)
+        self._network = network
 
     def __enter__(self) -> Self:
         sweep(self._prefix)
@@ -65,7 +67,7 @@ class Lan:
 
     def ip(self, number: int) -> str:
         """A host's address on the LAN."""
-        return f"10.77.0.{number}"
+        return f"{self._network}.{number}"
 
     def inside(self, number: int) -> list[str]:
         """What to write before a command so that a host executes it."""

@@ -11,10 +11,10 @@ __all__ = ["Lan", "lan"]
 
 
 @contextlib.contextmanager
-def lan(hosts: int) -> Iterator[Lan]:
+def lan(hosts: int, network: str = "10.77.0") -> Iterator[Lan]:
     """A LAN, or a skipped test where there can be none."""
     reason = why_not()
     if reason:
         pytest.skip(reason)
-    with Lan(hosts) as made:
+    with Lan(hosts, network=network) as made:
         yield made

@@ -56,6 +56,33 @@ def test_a_relay_learns_the_run_gives_it_to_newcomers_and_ends_cleanly(pool: Pro
     folder.close()
 
 
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_only_its_p2pd_dies_and_newcomers_join_at_the_same_address(pool: ProcessPool) -> None:
+    relay = pool.gasloc("relay", "--dir", pool.folder / "relay", "--host", "127.0.0.1")
+    address = relay.line("others join by: ", START_S).split()[-1]
+    text = pool.folder / "text.txt"
+    first = pool.gasloc(
+        *("start", "--recipe", write_small_recipe(pool.folder, rounds=100_000), "--data", text, "--peers", address),
+        *("--dir", pool.folder / "first", "--host", "127.0.0.1", "--threads", "1", "--json"),
+    )
+    first.event("round", START_S)
+    relay.line("run ", START_S)
+    (daemon,) = relay.daemons()
+    daemon.kill()
+    relay.line("p2pd ended; restarted in ", START_S)
+    second = pool.gasloc(
+        *("join", "--peers", address, "--data", text, "--dir", pool.folder / "second"),
+        *("--host", "127.0.0.1", "--threads", "1", "--json"),
+    )
+    assert second.event("round", START_S, lambda record: record["mixed"])
+    for process in (relay, second, first):
+        process.signal(signal.SIGINT)
+    for process in (relay, second, first):
+        assert process.wait(30) == 0, process.errors
+    assert pool.leftovers() == []
+
+
 async def test_a_card_is_found_at_whoever_is_connected(start_peer: StartPeer, tmp_path: Path) -> None:
     relay = await Peer.start(PeerOptions(tmp_path / "relay.key", host="127.0.0.1", relay=True))
     try:

@@ -148,6 +148,26 @@ def test_the_syncer_dies_and_comes_back_from_its_checkpoint_while_learners_train
     assert pool.leftovers() == []
 
 
+def test_only_the_syncers_p2pd_dies_and_it_merges_on(pool: ProcessPool) -> None:
+    hub = syncer(pool)
+    address = address_of(hub)
+    two = [learner(pool, f"learner-{number}", address, "--wait-for", "3") for number in range(2)]
+    for process in two:
+        merged_after(process, 0.0)
+    (daemon,) = hub.daemons()
+    daemon.kill()
+    told = hub.event("warning", START_S, lambda record: "restarted in" in record["message"])
+    merge = hub.event("merge", START_S, lambda record: record["time"] > told["time"])
+    assert set(merge["learners"]) <= {id_of(process) for process in two}
+    for process in two:
+        merged_after(process, told["time"])
+    assert len(hub.of("run_started")) == 1
+    (again,) = hub.daemons()
+    assert again.pid != daemon.pid
+    stop_in_order([*two, hub])
+    assert pool.leftovers() == []
+
+
 def test_launched_together_they_merge_to_the_end_and_the_syncer_keeps_theta(pool: ProcessPool) -> None:
     # a round takes some 25 ms here: enough of them that both learners are there for most of the run
     path = write_recipe(pool.folder, rounds=200, quorum=2)
