@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gasloc import diagnosis
+from gasloc.card import read_card
 from gasloc.diagnosis import Line
 from gasloc.errors import GaslocError
-from gasloc.loading import loading
 from gasloc.recipe import Recipe, load
+from peers.checks import LookOptions, look
 from peers.errors import DaemonError, IdentityError, PeersError
 from peers.exchange import PeerId
 from peers.identity import Identity
+from peers.p2pd import check_free
+from peers.thread import NetworkThread
 
 _KEPT_CHECKPOINTS = 4  # three, and the one that is being written
 _CHECKPOINT_COPIES = 5  # weights, two AdamW moments, anchor, outer momentum; float32
@@ -73,12 +76,6 @@ def _network(
     wanted: Examination, own_id: PeerId | None, identity_words: str, tell: Callable[..., None]
 ) -> Recipe | None:
     """The checks that need p2pd; returns the recipe of the swarm's run, where there is one."""
-    with loading():  # not before now: they load hivemind, and with it torch
-        from gasloc.card import read_card
-        from peers.checks import LookOptions, look
-        from peers.p2pd import check_free
-        from peers.thread import NetworkThread
-
     port = wanted.port
     try:
         if port:

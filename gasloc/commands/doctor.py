@@ -7,6 +7,7 @@ import typer
 
 from gasloc.commands import options
 from gasloc.commands.choices import announced
+from gasloc.loading import loading
 
 
 def doctor(
@@ -26,8 +27,9 @@ def doctor(
     announce = announced(public_ip, announce_maddr)
     addresses = options.split_addresses(peers)
 
-    from gasloc import examination
-    from gasloc.diagnosis import Line, passed
+    with loading():
+        from gasloc import examination
+        from gasloc.diagnosis import Line, passed
 
     def show(line: Line) -> None:
         typer.echo(jsonlib.dumps(line.as_record()) if json else str(line))
