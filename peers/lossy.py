@@ -118,9 +118,9 @@ def _first(entry: Entry, row: torch.Tensor, lattice: Lattice, restore: Restore) 
 def _retry(entry: Entry, row: torch.Tensor, came: torch.Tensor, lattice: Lattice, restore: Restore) -> int:
     """Sends the blocks of a tensor that were not restored in more bits; returns their bytes."""
     size_bytes = 0
-    for blocks, elements in modular.again(entry, restore.wrong(entry).clone()):
-        data = modular.encode_retry(entry, row[elements], blocks, lattice)
-        came[elements] = restore.retry(entry, blocks, elements, torch.frombuffer(data, dtype=torch.uint8))
+    for blocks, _ in modular.again(entry, restore.wrong(entry).clone()):
+        data = modular.encode_retry(entry, modular.taken(row, blocks), blocks, lattice)
+        modular.put(came, blocks, restore.retry(entry, blocks, torch.frombuffer(data, dtype=torch.uint8)))
         size_bytes += data.nbytes
     return size_bytes
 
@@ -128,7 +128,7 @@ def _retry(entry: Entry, row: torch.Tensor, came: torch.Tensor, lattice: Lattice
 def _raw(entry: Entry, row: torch.Tensor, came: torch.Tensor, restore: Restore) -> int:
     """Sends the blocks of a tensor that are still not restored as they are; returns their bytes."""
     size_bytes = 0
-    for _, elements in modular.again(entry, restore.wrong(entry)):
-        came[elements] = row[elements]
-        size_bytes += elements.numel() * entry.dtype.itemsize
+    for blocks, count in modular.again(entry, restore.wrong(entry)):
+        modular.put(came, blocks, modular.taken(row, blocks))
+        size_bytes += count * entry.dtype.itemsize
     return size_bytes

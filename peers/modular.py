@@ -146,10 +146,10 @@ class Restore:
         codes = _codes(data, step.numel())
         self._wrong[entry.name][blocks] = quantize.decode_into(codes, near, step, MODULAR_BITS[entry.packing], out)
 
-    def retry(self, entry: Entry, blocks: torch.Tensor, elements: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    def retry(self, entry: Entry, blocks: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
         """The values of chosen blocks from their second chance; marks those that are still wrong."""
         step = self._steps[entry.name][blocks]
-        near = self._near[entry.name][elements]
+        near = taken(self._near[entry.name], blocks)
         values, self._wrong[entry.name][blocks] = quantize.decode(_codes(data, step.numel()), near, step, _RETRY_BITS)
         return values
 
@@ -180,14 +180,44 @@ def read_request(payload: bytes, entries: Sequence[Entry]) -> dict[str, torch.Te
     return _by_name(entries, bits[: _blocks_of(entries)])
 
 
-def again(entry: Entry, wanted: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What goes into each frame of blocks that are sent again: indices of blocks, and of their elements, in order.
+def again(entry: Entry, wanted: torch.Tensor) -> Iterator[tuple[torch.Tensor, int]]:
+    """What goes into each frame of blocks that are sent again: their indices in order, and the count of their elements.
 
     `wanted` is (blocks,) bool.
     """
     group = BLOCK_BYTES // (BLOCK * entry.dtype.itemsize)
+    last = quantize.blocks_in(entry.count) - 1
+    spare = -entry.count % BLOCK
     indices = wanted.nonzero().reshape(-1)
     for at in range(0, indices.numel(), group):
         blocks = indices[at : at + group]
-        elements = (blocks[:, None] * BLOCK + torch.arange(BLOCK)).reshape(-1)
-        yield blocks, elements[elements < entry.count]
+        yield blocks, BLOCK * blocks.numel() - (spare if int(blocks[-1]) == last else 0)
+
+
+def taken(
+    row: torch.Tensor,  # (n,)
+    blocks: torch.Tensor,  # indices, ascending
+) -> torch.Tensor:
+    """The elements of chosen blocks, flat. Block by block: to pick each element costs ten times as much."""
+    whole, split = _whole(row, blocks)
+    picked = whole[blocks[:split]].reshape(-1)
+    return picked if split == blocks.numel() else torch.cat([picked, row[whole.numel() :]])
+
+
+def put(
+    row: torch.Tensor,  # (n,), written to
+    blocks: torch.Tensor,  # indices, ascending
+    values: torch.Tensor,  # as `taken` gives them
+) -> None:
+    """Writes the elements of chosen blocks."""
+    whole, split = _whole(row, blocks)
+    whole[blocks[:split]] = values[: split * BLOCK].view(split, BLOCK)
+    if split < blocks.numel():
+        row[whole.numel() :] = values[split * BLOCK :]
+
+
+def _whole(row: torch.Tensor, blocks: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The row without a last block that is short, (blocks, BLOCK); and how many of the chosen blocks it has."""
+    count = row.numel() // BLOCK
+    whole = row[: count * BLOCK].view(count, BLOCK)
+    return whole, blocks.numel() - int(blocks.numel() > 0 and int(blocks[-1]) >= count)

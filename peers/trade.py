@@ -143,16 +143,16 @@ class Trade:
         if self._ours:
             await self._report_until(self._asked)
         for entry in modular.retried(self._ours) if not self._refusal else ():
-            for blocks, elements in modular.again(entry, self._wanted[entry.name]):
-                row = self._body.rows[entry.name][elements]
+            for blocks, _ in modular.again(entry, self._wanted[entry.name]):
+                row = modular.taken(self._body.rows[entry.name], blocks)
                 await self._wire.send_block(await asyncio.to_thread(modular.encode_retry, entry, row, blocks, lattice))
 
     async def _send_raw(self) -> None:
         if self._ours:
             await self._report_until(self._asked_again)
         for entry in self._ours if not self._refusal else ():
-            for _, elements in modular.again(entry, self._wanted[entry.name]):
-                await self._wire.send_block(codec.view(self._body.rows[entry.name][elements]))
+            for blocks, _ in modular.again(entry, self._wanted[entry.name]):
+                await self._wire.send_block(codec.view(modular.taken(self._body.rows[entry.name], blocks)))
 
     async def _report_until(self, event: asyncio.Event) -> None:
         """Tells the partner what we received, so that it can tell a slow link from a dead one."""
@@ -209,22 +209,22 @@ class Trade:
 
     async def _receive_retry(self, entry: Entry, row: torch.Tensor, limit: StallLimit) -> None:
         """The blocks of a tensor that could not be restored, in more bits."""
-        for blocks, elements in modular.again(entry, self._restore.wrong(entry).clone()):
-            size_bytes = modular.retry_bytes(blocks.numel(), elements.numel())
+        for blocks, count in modular.again(entry, self._restore.wrong(entry).clone()):
+            size_bytes = modular.retry_bytes(blocks.numel(), count)
             payload = await self._receive_after_progress(Kind.BLOCK, limit, size_bytes)
             data = torch.empty(size_bytes, dtype=torch.uint8)
             codec.decode(payload, torch.uint8, data)
-            row[elements] = await asyncio.to_thread(self._restore.retry, entry, blocks, elements, data)
+            modular.put(row, blocks, await asyncio.to_thread(self._restore.retry, entry, blocks, data))
 
     async def _receive_raw(self, entry: Entry, row: torch.Tensor, limit: StallLimit) -> None:
         """The blocks of a tensor that could not be restored even so, as they are."""
-        for _, elements in modular.again(entry, self._restore.wrong(entry)):
-            size_bytes = elements.numel() * entry.dtype.itemsize
+        for blocks, count in modular.again(entry, self._restore.wrong(entry)):
+            size_bytes = count * entry.dtype.itemsize
             payload = await self._receive_after_progress(Kind.BLOCK, limit, size_bytes)
-            values = torch.empty(elements.numel(), dtype=entry.dtype)
+            values = torch.empty(count, dtype=entry.dtype)
             codec.decode(payload, entry.dtype, values)
             codec.check_finite(entry.name, values)
-            row[elements] = values
+            modular.put(row, blocks, values)
 
     async def _receive_after_progress(self, due: Kind, limit: StallLimit, limit_bytes: int = MAX_HEADER_BYTES) -> bytes:
         """The payload of the next frame that is not a report."""

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 
 from gasloc.all_reduce import all_reduce
 from gasloc.simulation.gossip import traded
-from peers import quantize
+from peers import modular, quantize
 from peers.body import Body, NoDigest
 from peers.codec import CODECS, CodecName
 from peers.exchange import Answer, Offer, PeerId, Slot, Swap, Tensors, layout_of
 from peers.hello import Hello
-from peers.modular import modular, request_bytes
 from peers.pipes import Fault, FaultKind, PipeNetwork
 from peers.quantize import BLOCK, RANGE
 from peers.stream_exchange import EXCHANGE_PROTOCOL, StreamExchange
@@ -400,7 +399,7 @@ def test_modular_tensors_where_nothing_is_near_are_refused() -> None:
 def test_a_request_of_another_length_is_refused(size: int) -> None:
     async def script(wire: Wire, origin: Mapping[str, torch.Tensor]) -> None:
         body = liars_body(origin)
-        assert request_bytes(modular(body.entries)) == 1
+        assert modular.request_bytes(modular.modular(body.entries)) == 1
         await wire.send_payload(Kind.TABLE, body.table)
         await wire.send_block(body.bounds["w"].view(torch.uint8).numpy().data)
         codes = quantize.encode(body.rows["w"], torch.ones(4), 8, torch.Generator())
@@ -526,3 +525,23 @@ def test_an_all_reduce_ends_near_the_mean(codec: CodecName) -> None:
     gains = 4 * 900 * (1 - share) if codec in QUANTIZED else 0.0
     whole = 4 * (36_000 + 900)
     assert all(size_bytes <= (share * whole + gains) * 4 / 3 + 6_000 for size_bytes in sent)
+
+
+@pytest.mark.parametrize("count", [BLOCK, 2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK - 1])
+@given(data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_blocks_are_taken_and_put_back_where_they_were(count: int, data: st.DataObject) -> None:
+    entry = Entry("w", (1, count), torch.float32, torch.float32, Packing.MODULAR8)
+    size = quantize.blocks_in(count)
+    wanted = torch.tensor(data.draw(st.lists(st.booleans(), min_size=size, max_size=size)))
+    elements = wanted.repeat_interleave(BLOCK)[:count]
+    row, into = torch.arange(float(count)), torch.zeros(count)
+    for blocks, number in modular.again(entry, wanted):
+        values = modular.taken(row, blocks)
+        assert values.numel() == number
+        modular.put(into, blocks, values)
+    assert torch.equal(into, torch.where(elements, row, 0.0))
+    assert [blocks.tolist() for blocks, _ in modular.again(entry, wanted)] in (
+        [],
+        [wanted.nonzero().flatten().tolist()],
+    )
