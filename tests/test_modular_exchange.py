@@ -174,7 +174,7 @@ def test_awkward_tensors_keep_the_codecs_bound(codec: CodecName, movement: float
                 assert torch.equal(got[name], tensor), name
 
 
-@pytest.mark.parametrize("kind", ["memory", "pipes", "libp2p"])
+@pytest.mark.parametrize("kind", ["memory", "pipes", "libp2p", "libp2p-asyncio"])
 @pytest.mark.parametrize("codec", QUANTIZED)
 def test_the_contract_holds_within_the_codecs_bound(kind: str, codec: CodecName, tmp_path: Path) -> None:
     async def scenario(world: World) -> None:

@@ -121,16 +121,20 @@ async def _over_libp2p(scenario: Scenario, folder: Path) -> None:
 
 
 def play(kind: str, scenario: Scenario, folder: Path) -> None:
-    """Runs a scenario in a new world."""
+    """Runs a scenario in a new world. Over libp2p: on uvloop, as peers do where it is installed, or on asyncio."""
 
     async def checked() -> None:
-        if kind == "libp2p":
+        if kind.startswith("libp2p"):
             await _over_libp2p(scenario, folder)
         else:
             await scenario(MemoryWorld() if kind == "memory" else PipesWorld())
 
-    if kind == "libp2p":
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    loops: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
+        "libp2p": uvloop.new_event_loop,
+        "libp2p-asyncio": asyncio.SelectorEventLoop,
+    }
+    if kind in loops:
+        with asyncio.Runner(loop_factory=loops[kind]) as runner:
             runner.run(checked())
     else:
         virtual_time.run(checked())
@@ -144,4 +148,4 @@ def in_every_world(scenario: Scenario) -> Callable[[str, Path], None]:
 
     test.__name__ = scenario.__name__
     test.__doc__ = inspect.getdoc(scenario)
-    return pytest.mark.parametrize("kind", ["memory", "pipes", "libp2p"])(test)
+    return pytest.mark.parametrize("kind", ["memory", "pipes", "libp2p", "libp2p-asyncio"])(test)
