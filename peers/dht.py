@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+from collections.abc import Collection
+from functools import partial
 from typing import Any, Self
 
 from hivemind.dht import DHTNode
@@ -14,9 +16,16 @@ from peers.daemon import Daemon
 from peers.errors import UnreachableError
 from peers.exchange import PeerId
 from peers.record import RecordValidator
+from peers.record_desk import RecordDesk, RecordStream
+from peers.record_line import RecordLine
+from peers.record_log import Page
+from peers.record_store import RecordStore
+from peers.record_wire import Ask
+from peers.transport import Transport
 
 NOT_A_MEMBER = "answers, but not as a member of a swarm"
 _REPLICAS = 5
+_NEAREST = 20
 _CALL_S = 2.0
 
 _log = logging.getLogger(__name__)
@@ -34,31 +43,41 @@ def key_bytes(key: str) -> bytes:
 
 
 class Dht:
-    """Stores small records under a key, one for each peer, until they expire."""
+    """A node of the DHT that the members' records lie in, at the nodes nearest to the run's key.
 
-    def __init__(self, node: Any, daemon: Daemon, validator: RecordValidator, *, client_only: bool) -> None:
+    Which nodes these are is hivemind's affair. Reading and writing go over streams of our own (`peers.record_desk`),
+    by which only what is new travels: hivemind's own look-up sends all records, from each of the nodes, each time.
+    """
+
+    def __init__(
+        self, node: Any, daemon: Daemon, transport: Transport, store: RecordStore, *, client_only: bool
+    ) -> None:
         """Use `start`."""
         self._node = node
         self._daemon = daemon
+        self._transport = transport
+        self._store = store
         self._client_only = client_only
-        self.validator = validator
+        self._streams: dict[PeerId, RecordStream] = {}
+        self.validator = store.validator
 
     @classmethod
-    async def start(cls, daemon: Daemon, *, max_life_s: float, client_only: bool = False) -> Self:
+    async def start(cls, daemon: Daemon, transport: Transport, *, max_life_s: float, client_only: bool = False) -> Self:
         """A node that knows nobody yet. `client_only`: it asks others, and answers and stores nothing.
 
         A record that lives longer than `max_life_s` from now is refused.
         """
-        validator = RecordValidator(max_life_s=max_life_s, clock=now)
-        node = await _create(daemon, validator, client_only=client_only)
-        return cls(node, daemon, validator, client_only=client_only)
+        store = RecordStore(RecordValidator(max_life_s=max_life_s, clock=now), clock=now)
+        node = await _create(daemon, store, client_only=client_only)
+        if not client_only:
+            await RecordDesk(transport, store.answer).start()
+        return cls(node, daemon, transport, store, client_only=client_only)
 
     async def resume(self) -> None:
         """Goes on with a new node of the same id through a p2pd that was started again. It knows nobody yet."""
         self._node.is_alive = False
-        self._node = await _create(
-            self._daemon, self.validator, client_only=self._client_only, node_id=self._node.node_id
-        )
+        self.release(())
+        self._node = await _create(self._daemon, self._store, client_only=self._client_only, node_id=self._node.node_id)
 
     async def join(self, peer: PeerId) -> float:
         """Makes a connected peer known to our node, and ours to it; returns how far its clock is ahead, seconds.
@@ -87,24 +106,45 @@ class Dht:
         """Whether the peer is in our routing table."""
         return self._node.protocol.routing_table.get(peer_id=PeerID.from_base58(peer)) is not None
 
-    async def store(self, key: str, peer: PeerId, record: bytes, expires: float) -> bool:
-        """Stores a record at the nodes nearest to the key. False when one with a later expiration is there."""
-        stored: bool = await self._node.store(key, record, expires, subkey=peer)
-        return stored
+    def holders(self, key: str) -> list[PeerId]:
+        """The nodes that we know nearest to a key, nearest first; ours among them, unless it is a client."""
+        wanted = DHTID.generate(source=key)
+        nearest = self._node.protocol.routing_table.get_nearest_neighbors(wanted, _NEAREST, exclude=self._node.node_id)
+        nodes = [(wanted.xor_distance(node_id), peer_id.to_base58()) for node_id, peer_id in nearest]
+        if not self._client_only:
+            nodes.append((wanted.xor_distance(self._node.node_id), self._daemon.peer_id))
+        return [peer for _, peer in sorted(nodes)]
 
-    async def find(self, key: str) -> dict[PeerId, tuple[bytes, float]]:
-        """The latest record of each peer, and when it expires. What fails the validator is left out."""
-        found = await self._node.get(key, latest=True)
-        if found is None or not isinstance(found.value, dict):
-            return {}
-        return {
-            peer: (record.value, record.expiration_time)
-            for peer, record in found.value.items()
-            if isinstance(peer, str) and isinstance(record.value, bytes)
-        }
+    async def survey(self, key: str) -> None:
+        """Asks the nodes near a key for those nearer to it; those that do not answer are forgotten."""
+        wanted = DHTID.generate(source=key)
+        beside = DHTID(int(wanted) ^ 1)  # a key of its own: asked for `key` itself, nodes would send all records
+        await self._node.find_nearest_nodes([beside])
+
+    def line(self, key: str, holder: PeerId) -> RecordLine:
+        """For reading from, and writing to, one holder of a key; ourselves, too."""
+        return RecordLine(key_bytes(key), partial(self._ask, holder))
+
+    def release(self, kept: Collection[PeerId]) -> None:
+        """Closes the streams to all holders but those in `kept`."""
+        for holder in self._streams.keys() - set(kept):
+            self._streams.pop(holder).close()
+
+    async def forget(self, peer: PeerId) -> None:
+        """The peer did not answer: no node of ours until it is met again."""
+        protocol = self._node.protocol
+        peer_id = PeerID.from_base58(peer)
+        await protocol.update_routing_table(protocol.routing_table.get(peer_id=peer_id), peer_id, responded=False)
+
+    async def _ask(self, holder: PeerId, ask: Ask) -> Page:
+        if holder == self._daemon.peer_id:
+            return self._store.answer(ask)
+        stream = self._streams.setdefault(holder, RecordStream(self._transport, holder))
+        return await stream.ask(ask)
 
     async def close(self) -> None:
         """Answers nobody any more."""
+        self.release(())
         if not self._daemon.alive():
             return
         try:
@@ -114,19 +154,19 @@ class Dht:
             _log.debug("the DHT node did not end in good order: %r", error)
 
 
-async def _create(
-    daemon: Daemon, validator: RecordValidator, *, client_only: bool, node_id: DHTID | None = None
-) -> Any:
-    return await DHTNode.create(
+async def _create(daemon: Daemon, store: RecordStore, *, client_only: bool, node_id: DHTID | None = None) -> Any:
+    node = await DHTNode.create(
         p2p=daemon.p2p,
         node_id=node_id,
         num_replicas=_REPLICAS,
         wait_timeout=_CALL_S,
-        # no caches: a view is refreshed every second anyway, and what is seen must be what is stored
+        # no caches: records are read elsewhere
         cache_locally=False,
         cache_nearest=0,
         cache_on_store=False,
         cache_refresh_before_expiry=0,
         client_mode=client_only,
-        record_validator=validator,
+        record_validator=store.validator,
     )
+    node.protocol.storage = store.storage  # the node knows nobody yet, so nothing was stored in its own
+    return node

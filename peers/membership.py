@@ -3,20 +3,23 @@
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 
 from peers.dht import Dht, key_bytes, now
-from peers.errors import PeersError, ProtocolError
+from peers.errors import PeersError
 from peers.exchange import PeerId
 from peers.identity import Identity
 from peers.record import Member as Member
 from peers.record import MemberState as MemberState
 from peers.record import Status as Status
 from peers.record import seal
+from peers.record_line import OwnRecord
+from peers.roll import Roll
 
 LIFE_S = 20.0
-RENEW_S = 5.0
+RENEW_S = 6.0
 REFRESH_S = 1.0
 MAX_LIVES = 3
 """No record is taken that lives longer than so many lives: a dead member must vanish."""
@@ -24,7 +27,10 @@ _FIND_S = 10.0
 _STORE_S = 10.0
 _GOODBYE_S = 2.0
 _LATER_S = 0.001
+_EARLY_S = 0.05
 _SEEN_AT_ONCE = 8
+_FIRST_SURVEY_S = 1.0
+_LAST_SURVEY_S = 20.0
 
 _log = logging.getLogger(__name__)
 
@@ -82,6 +88,11 @@ class Membership:
         self._clock = clock
         self._key = f"gasloc/{run}/members"
         self._key_bytes = key_bytes(self._key)
+        self._roll = Roll(dht, self._key, self._key_bytes)
+        self._own: OwnRecord | None = None
+        """What holders are to hold of us."""
+        self._stored_at = 0.0
+        self._survey_pause_s = _FIRST_SURVEY_S
         self._status: Status | None = None
         self._view: dict[PeerId, Member] = {}
         self._set_aside: dict[PeerId, float] = {}
@@ -93,8 +104,9 @@ class Membership:
         """Watches from now on, and renews what was published."""
         self._dht.validator.key = self._key_bytes
         self._tasks = [
-            asyncio.create_task(self._repeat(self._renew, lambda: self._renew_s)),
+            asyncio.create_task(self._repeat(self._renew_when_due, self._until_due_s)),
             asyncio.create_task(self._repeat(self._look, lambda: look_pause_s(len(self._view), self._refresh_s))),
+            asyncio.create_task(self._repeat(self._survey, lambda: self._survey_pause_s)),
         ]
 
     async def publish(self, status: Status) -> None:
@@ -121,21 +133,9 @@ class Membership:
         Keeps the old view where nobody answers.
         """
         async with asyncio.timeout(_FIND_S):
-            found = await self._dht.find(self._key)
-        for peer, (record, expires) in found.items():
-            known = self._view.get(peer)
-            if known and known.expires >= expires:
-                continue
-            if known and peer == self._identity.peer_id:
-                _log.warning("another peer uses our identity, %s: each needs a key file of its own", peer)
-            try:
-                self._view[peer] = self._read(record, peer, expires)
-            except ProtocolError as error:  # our own node's validator let it through before the run was known
-                _log.debug("ignored a record of %s: %s", peer, error)
+            await self._consult()
         time = self._clock()
         self._view = {peer: member for peer, member in self._view.items() if member.expires > time}
-        async with self._changed:
-            self._changed.notify_all()
         return self.members()
 
     def members(self) -> dict[PeerId, Member]:
@@ -191,20 +191,43 @@ class Membership:
         me = self._identity.peer_id
         own = Member(me, status, self._badge(me), self._reachable(), tuple(self._addresses()), expires)
         record = seal(own, self._key_bytes, self._identity)
-        self._view[me] = self._read(record, me, expires)  # as others see it
+        self._view[me] = self._shown(self._dht.validator.read(record, self._key_bytes, me, expires))  # as others see it
+        self._own = OwnRecord(me, record, expires)
+        self._stored_at = asyncio.get_running_loop().time()
         async with self._changed:
             self._changed.notify_all()
         try:
             async with asyncio.timeout(_STORE_S):
-                if not await self._dht.store(self._key, me, record, expires):
-                    _log.debug("our record was not stored: the DHT has a later one, or nobody answered")
+                if not await self._consult():
+                    _log.debug("our record was not stored: nobody answered")
         except TimeoutError:
-            _log.debug("our record was not stored within %g s", _STORE_S)
+            _log.debug("our record was not stored everywhere within %g s", _STORE_S)
 
-    def _read(self, record: bytes, peer: PeerId, expires: float) -> Member:
-        """See `badge`. Raises `ProtocolError`."""
-        member = self._dht.validator.read(record, self._key_bytes, peer, expires)
-        if member.digest == self._badge(peer):
+    async def _consult(self) -> int:
+        """Brings our record to those that hold the members' and do not have it, and reads theirs."""
+        own = self._own if self._own and self._own.expires > self._clock() else None
+        return await self._roll.consult(own, self._known_until, self._absorb)
+
+    def _known_until(self, peer: PeerId) -> float:
+        known = self._view.get(peer)
+        return known.expires if known else -math.inf
+
+    async def _absorb(self, members: Sequence[Member]) -> None:
+        """Takes what was read into the view, unless it is known already."""
+        for member in members:
+            if self._known_until(member.peer_id) >= member.expires:
+                continue
+            if member.peer_id == self._identity.peer_id and member.peer_id in self._view:
+                _log.warning(
+                    "another peer uses our identity, %s: each needs a key file of its own", self._identity.peer_id
+                )
+            self._view[member.peer_id] = self._shown(member)
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _shown(self, member: Member) -> Member:
+        """See `badge`."""
+        if member.digest == self._badge(member.peer_id):
             return replace(member, digest=self._digest)
         return replace(member, digest="") if member.digest == self._digest else member
 
@@ -219,6 +242,21 @@ class Membership:
         async with self._publishing:
             if self._status and self._check():
                 await self._store(self._status, self._life_s)
+
+    async def _renew_when_due(self) -> None:
+        if self._until_due_s() <= _EARLY_S:
+            await self._renew()
+
+    def _until_due_s(self) -> float:
+        """Until our record has to be renewed, unless it is published anew before."""
+        passed_s = asyncio.get_running_loop().time() - self._stored_at
+        return min(max(self._renew_s - passed_s, _EARLY_S), self._renew_s)
+
+    async def _survey(self) -> None:
+        """At first often: newcomers know few nodes, and few know them."""
+        self._survey_pause_s = min(2 * self._survey_pause_s, _LAST_SURVEY_S)
+        if self._check():
+            await self._dht.survey(self._key)
 
     async def _look(self) -> None:
         if self._check():

@@ -120,7 +120,7 @@ class Peer:
             transport = Libp2pTransport(daemon, lambda other: peer_box[0]._ties.addresses_of(other))
             stack.push_async_callback(transport.close)
             holds_keys = options.role in (Role.MEMBER, Role.RELAY)
-            dht = await Dht.start(daemon, max_life_s=MAX_LIVES * LIFE_S, client_only=not holds_keys)
+            dht = await Dht.start(daemon, transport, max_life_s=MAX_LIVES * LIFE_S, client_only=not holds_keys)
             stack.push_async_callback(dht.close)
             peer = cls(options, access, identity, daemon, transport, dht)
             peer_box.append(peer)

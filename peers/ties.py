@@ -1,10 +1,11 @@
 """Whom we met before and where, and meeting them again when our DHT node has lost them."""
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from peers import contact
 from peers.address import Address, parse
@@ -18,6 +19,7 @@ from peers.membership import Member
 EVERY_S = 5.0
 _AT_ONCE = 8
 _MAX_REMEMBERED = 256
+_MEET_S = 10.0
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ class Ties:
         self._members = members
         self._remembered: dict[PeerId, Sequence[str]] = {}
         self._failures: dict[PeerId, int] = {}
+        self._lost_at: dict[PeerId, float] = {}
         self._next_try: dict[PeerId, float] = {}
 
     def addresses_of(self, peer: PeerId) -> list[str]:
@@ -61,31 +64,54 @@ class Ties:
             del self._remembered[peer]
 
     async def mend(self) -> None:
-        """Meets again those that our DHT node lost and that are due; each after longer pauses, see `peers.backoff`."""
+        """Meets again those that are lost and due; each after longer pauses, see `peers.backoff`.
+
+        Lost is whom our DHT node does not know and who is not seen as a member; or all, where it knows nobody.
+        """
         self.remember()
+        await self._mend(self._members())
+
+    async def _mend(self, seen: Collection[PeerId]) -> None:
         known = {*self._remembered, *(one.peer_id for one in self._told)} - {self._daemon.peer_id}
-        lost = [peer for peer in known if not self._dht.knows(peer)]
-        alone = len(lost) == len(known)
-        due = [peer for peer in lost if time.monotonic() >= self._next_try.get(peer, 0.0)]
-        due = random.sample(due, min(len(due), _AT_ONCE))
-        await asyncio.gather(*(self._meet(peer, alone=alone) for peer in due))
-        for peer in self._next_try.keys() - set(lost):
+        unknown = {peer for peer in known if not self._dht.knows(peer)}
+        alone = unknown == known
+        lost = unknown if alone else unknown - set(seen)
+        for peer in self._lost_at.keys() - lost:
+            del self._lost_at[peer]
             self._failures.pop(peer, None)
-            del self._next_try[peer]
+            self._next_try.pop(peer, None)
+        for peer in lost:
+            self._lost_at.setdefault(peer, time.monotonic())
+        due = [peer for peer in lost if time.monotonic() >= self._next_try.get(peer, 0.0)]
+        random.shuffle(due)
+        due.sort(key=lambda peer: self._next_try.get(peer, 0.0))  # those that wait for longest
+        met = await asyncio.gather(*(self._meet(peer, alone=alone) for peer in due[:_AT_ONCE]))
+        if any(met):
+            await self._dht.explore()  # with it come those that it knows
 
     async def renew(self) -> None:
         """Meets again all that are lost, however short ago they were tried: it was we who were away."""
         self._failures.clear()
         self._next_try.clear()
-        await self.mend()
+        self._lost_at.clear()
+        self.remember()
+        await self._mend(())
 
-    async def _meet(self, peer: PeerId, *, alone: bool) -> None:
-        for text in self.addresses_of(peer):
-            try:
-                await contact.connect(parse(text), self._daemon, self._dht)
-                return
-            except PeersError as error:
-                _log.debug("%s is still lost: %s", peer, error)
-        failures = self._failures[peer] = self._failures.get(peer, 0) + 1
-        pause = pause_s(failures - 1, alone=alone, jitter=random.random(), first_s=EVERY_S)
-        self._next_try[peer] = time.monotonic() + pause
+    async def _meet(self, peer: PeerId, *, alone: bool) -> bool:
+        began = time.monotonic()
+        failures = self._failures.get(peer, 0)
+        self._failures[peer] = failures + 1
+        lost_s = began - self._lost_at.get(peer, began)
+        pause = pause_s(failures, lost_s=lost_s, alone=alone, jitter=random.random(), first_s=EVERY_S)
+        self._next_try[peer] = began + pause
+        addresses = self.addresses_of(peer)
+        first = failures % len(addresses) if addresses else 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_MEET_S):
+                for text in [*addresses[first:], *addresses[:first]]:  # each comes first once, as the time may not do
+                    try:
+                        await contact.connect(parse(text), self._daemon, self._dht)
+                        return True
+                    except PeersError as error:
+                        _log.debug("%s is still lost: %s", peer, error)
+        return False

@@ -15,7 +15,6 @@ from gasloc import cli, diagnosis
 from gasloc.diagnosis import Line
 from gasloc.first_look import first_look
 from peers.address import parse
-from peers.backoff import ALONE_LONGEST_S, FIRST_S, LONGEST_S, pause_s
 from peers.checks import TIME_PROTOCOL, Contact, Look, LookOptions, ask_time, look
 from peers.dialback import Dialback, DialbackLimit, certificate_id, judge, listener_id, read_answer
 from peers.errors import IdentityError, ProtocolError, UnreachableError
@@ -120,14 +119,6 @@ def test_members_are_parted_into_those_to_trade_with_and_reasons(me: Standing, o
     assert can | why_not.keys() == others.keys()
     assert not can & why_not.keys()
     assert not (me.direct and why_not)
-
-
-@given(st.integers(0, 10_000), st.booleans(), st.floats(0, 1))
-def test_pauses_grow_and_are_bounded(failures: int, alone: bool, jitter: float) -> None:
-    pause = pause_s(failures, alone=alone, jitter=jitter)
-    assert 0.75 * FIRST_S <= pause <= (ALONE_LONGEST_S if alone else LONGEST_S)
-    assert pause_s(failures + 1, alone=alone, jitter=jitter) >= pause
-    assert pause_s(failures, alone=True, jitter=jitter) <= pause_s(failures, alone=False, jitter=jitter)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from peers.dht import Dht, key_bytes, now
 from peers.errors import DaemonError, ProtocolError
 from peers.exchange import PeerId
 from peers.identity import Identity
+from peers.libp2p import Libp2pTransport
 from peers.membership import Member, Membership, MemberState, Status, look_pause_s
 from peers.record import seal
 
@@ -54,7 +55,9 @@ async def start_node(tmp_path: Path) -> AsyncIterator[StartNode]:
             identity = Identity.load_or_create(tmp_path / f"{next(names)}.key")
             daemon = await Daemon.start(identity, host="127.0.0.1", port=0)
             stack.push_async_callback(daemon.close)
-            dht = await Dht.start(daemon, max_life_s=60)
+            transport = Libp2pTransport(daemon)
+            stack.push_async_callback(transport.close)
+            dht = await Dht.start(daemon, transport, max_life_s=60)
             stack.push_async_callback(dht.close)
             for other in known:
                 await daemon.connect(parse((await other.daemon.addresses())[0]), 5.0)
@@ -275,7 +278,8 @@ async def test_a_status_that_others_would_refuse_is_not_published(start_node: St
 async def test_publishing_without_a_p2pd_says_so(tmp_path: Path) -> None:
     identity = Identity.load_or_create(tmp_path / "a.key")
     daemon = await Daemon.start(identity, host="127.0.0.1", port=0)
-    dht = await Dht.start(daemon, max_life_s=60)
+    transport = Libp2pTransport(daemon)
+    dht = await Dht.start(daemon, transport, max_life_s=60)
 
     def check() -> bool:
         if not daemon.alive():
@@ -287,6 +291,7 @@ async def test_publishing_without_a_p2pd_says_so(tmp_path: Path) -> None:
     with pytest.raises(DaemonError):
         await membership.publish(TRAINING)
     await dht.close()
+    await transport.close()
 
 
 @pytest.mark.parametrize(("members", "pause_s"), [(0, 1.0), (8, 1.0), (12, 1.5), (20, 2.5), (10_000, 2.5)])
