@@ -74,8 +74,7 @@ class Roll:
         """Asks the holders nearest to the key; returns how many of them answered.
 
         `known` tells the expiration of a member's record that was seen before, and `seen` is told the newer ones, page
-        by page. A holder that does not answer is forgotten, and the next nearest is asked in its place. Raises
-        `DaemonError` when p2pd is gone.
+        by page. A holder that does not answer is forgotten, and the next nearest is asked in its place.
         """
         look = _Look(own, known, seen)
         tried: list[PeerId] = []
@@ -104,8 +103,9 @@ class Roll:
                 on = page.more and look.checks_left > 0
                 if not on and (brought >= _MOST_BROUGHT or not line.lacks(look.own)):
                     return True
-        except DaemonError:
-            raise
+        except DaemonError as error:  # says nothing about the holder; whether p2pd comes back is the keeper's affair
+            _log.debug("%s was not asked: %s", holder, error)
+            return False
         except (PeersError, TimeoutError) as error:
             _log.debug("%s does not tell the members: %r", holder, error)
             await self._dht.forget(holder)

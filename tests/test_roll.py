@@ -6,14 +6,15 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from peers.dht import key_bytes, now
-from peers.errors import UnreachableError
+from peers.errors import DaemonError, UnreachableError
 from peers.exchange import PeerId
 from peers.identity import Identity
-from peers.pipes import Fault, FaultKind, PipeNetwork
+from peers.pipes import Fault, FaultKind, PipeNetwork, PipeTransport
 from peers.record import Member, MemberState, RecordValidator, Status, seal
 from peers.record_desk import MEMBERS_PROTOCOL, RecordDesk, RecordStream
 from peers.record_line import OwnRecord, RecordLine
@@ -241,3 +242,19 @@ async def test_a_question_that_was_given_up_does_not_spoil_the_next(swarm: Swarm
     swarm.network.leave("h0")
     with pytest.raises(UnreachableError):
         await stream.ask(Ask(KEY, bytes(8), 0))
+
+
+async def test_a_p2pd_that_just_ended_says_nothing_about_the_holders(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = swarm.watcher("a")
+    ended = DaemonError("p2pd has ended")
+
+    async def dial(self: PipeTransport, peer: PeerId, protocol: str, *, timeout_s: float) -> NoReturn:
+        raise ended
+
+    with monkeypatch.context() as down:
+        down.setattr(PipeTransport, "dial", dial)
+        assert await a.look(own(PEOPLE[0])) == 0
+    assert not a.holding.forgotten
+    assert await a.look(own(PEOPLE[0])) == HOLDERS
