@@ -191,8 +191,9 @@ async def receive_tensors(
 ) -> dict[str, torch.Tensor]:
     """Receives the tensors of an accepted table into fresh memory, each allocated as its turn comes.
 
-    What came is unpacked and checked in a worker thread while the next pieces come in, some at a time. Modular
-    tensors are restored by `restore`; blocks that it marks as wrong are to be replaced.
+    What came packed is unpacked and checked in a worker thread while the next pieces come in, some at a time; what is
+    as it will be is checked at once. Modular tensors are restored by `restore`; blocks that it marks as wrong are to be
+    replaced.
 
     Raises `WireError` when the stream breaks or memory is short, `ProtocolError` that names a tensor with NaN
     or infinite values, or a modular one without `restore`; what was received so far is dropped.
@@ -207,7 +208,10 @@ async def receive_tensors(
                 data = codec.view(piece) if _as_it_is(entry) else packed.next(_piece_bytes(entry, end - start))
                 await wire.receive_block(data)
                 digest.update(data)
-                await behind.work(partial(_unpack, entry, start, data, piece, restore), piece.numel())
+                if _as_it_is(entry):  # it is in the cache: a look takes less than a hop to a thread and back
+                    codec.check_finite(entry.name, piece)
+                else:
+                    await behind.work(partial(_unpack, entry, start, data, piece, restore), piece.numel())
             tensors[entry.name] = row.reshape(entry.shape)
     return tensors
 
@@ -289,7 +293,7 @@ def _allocate(entry: Entry) -> torch.Tensor:
 
 
 def _unpack(entry: Entry, start: int, data: memoryview, row: torch.Tensor, restore: Restore | None) -> None:
-    """From a piece's bytes, which may be the row's own, to its values; checks that they are finite."""
+    """From a packed piece's bytes to its values; checks that they are finite."""
     if entry.packing is Packing.INT8:
         packed = _tensor(data)
         scale_bytes = _SCALE_BYTES * quantize.blocks_in(row.numel())
@@ -301,7 +305,7 @@ def _unpack(entry: Entry, start: int, data: memoryview, row: torch.Tensor, resto
             raise ProtocolError(words)
         restore.piece(entry, start, _tensor(data), row)
         return  # finite, as our own values are: see `quantize.decode_into`
-    elif entry.wire_dtype is not entry.dtype:
+    else:
         row.copy_(_tensor(data).view(entry.wire_dtype))
     codec.check_finite(entry.name, row)
 

@@ -240,6 +240,9 @@ class _End(asyncio.Transport):
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         self.out.high_bytes = _HIGH_WATER_BYTES if high is None else high
 
+    def get_write_buffer_size(self) -> int:
+        return self.out.queued_bytes
+
     def pause_reading(self) -> None:
         self.into.paused = True
 
@@ -257,7 +260,7 @@ class _Flow:
         self.target = target
         self._faults = faults
         self._pieces: deque[tuple[float, bytes]] = deque()
-        self._queued_bytes = 0
+        self.queued_bytes = 0
         self._pushed_bytes = 0
         self._delivered_bytes = 0
         self._due = 0.0
@@ -275,8 +278,8 @@ class _Flow:
             arriving = self._altered(piece)
             self._pieces.append((self._when(len(arriving)), arriving))
             self._pushed_bytes += len(piece)
-        self._queued_bytes += len(data)
-        if self._queued_bytes > self.high_bytes and not self._full:
+        self.queued_bytes += len(data)
+        if self.queued_bytes > self.high_bytes and not self._full:
             self._full = True
             self._source.protocol.pause_writing()
         self.schedule()
@@ -289,7 +292,7 @@ class _Flow:
     def drop(self) -> None:
         """Forgets what has not arrived."""
         self._pieces.clear()
-        self._queued_bytes = 0
+        self.queued_bytes = 0
         self._relieve()
 
     def schedule(self) -> None:
@@ -303,7 +306,7 @@ class _Flow:
         now = self._loop.time()
         while self._pieces and not self.paused and not self._stopped() and self._pieces[0][0] <= now:
             _, piece = self._pieces.popleft()
-            self._queued_bytes -= len(piece)
+            self.queued_bytes -= len(piece)
             self._hand_over(piece)
         self._relieve()
         if self._pieces and not self.paused and not self._stopped():
@@ -329,7 +332,7 @@ class _Flow:
         self._source.lose(None)
 
     def _relieve(self) -> None:
-        if self._full and self._queued_bytes <= self.high_bytes // 4:
+        if self._full and self.queued_bytes <= self.high_bytes // 4:
             self._full = False
             self._source.protocol.resume_writing()
 

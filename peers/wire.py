@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import json
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import IntEnum
 
 import xxhash
@@ -25,7 +25,8 @@ _HEAD = struct.Struct("<BII")
 
 MAX_HEADER_BYTES = 64 * 1024
 BLOCK_BYTES = 1024 * 1024
-_PIECE_BYTES = BLOCK_BYTES // 4  # small enough that a slow link still shows progress now and then
+_BUFFER_BYTES = BLOCK_BYTES // 4
+_SHOW_S = 0.25  # how often a slow link shows progress within a piece
 _HEADED_BYTES = 32 * 1024 - _HEAD.size
 _SKIPPED_BYTES = 4 * BLOCK_BYTES
 MAX_REASON_CHARACTERS = 400
@@ -70,9 +71,11 @@ class Wire:
         self._conversation = conversation
         self._meter = meter
         self._moved: Callable[[int], None] | None = None
+        self._unmoved_bytes = 0
+        """Written, and not told to `_moved` yet."""
         self.sent_bytes = 0
         self.received_bytes = 0
-        writer.transport.set_write_buffer_limits(high=_PIECE_BYTES)
+        writer.transport.set_write_buffer_limits(high=_BUFFER_BYTES)
 
     def on_moved(self, moved: Callable[[int], None] | None) -> None:
         """From now on `moved` is told the size of each piece that was sent or received, in bytes."""
@@ -94,20 +97,48 @@ class Wire:
         head = _HEAD.pack(kind, len(payload), _checksum(kind, payload))
         # what is written alone goes through p2pd alone, and costs there what 32 KiB do
         await self._write(head + payload[:_HEADED_BYTES])
-        for start in range(_HEADED_BYTES, len(payload), _PIECE_BYTES):
-            await self._write(payload[start : start + _PIECE_BYTES])
+        if len(payload) > _HEADED_BYTES:
+            # in one piece: to be woken for each part of it would cost as much as to send it
+            await self._write(memoryview(payload)[_HEADED_BYTES:])
 
     async def _write(self, piece: bytes | memoryview) -> None:
         self.sent_bytes += len(piece)
+        self._unmoved_bytes += len(piece)
         if self._meter:
             self._meter.sent(self._conversation, len(piece))
         try:
             self._writer.write(piece)
-            await self._writer.drain()
+            with self._showing(len(piece)):
+                await self._writer.drain()
         except (OSError, EOFError, RuntimeError) as error:
             raise WireError(f"the stream broke while sending: {str(error) or type(error).__name__}") from None
-        if self._moved:
-            self._moved(len(piece))
+        self._tell_moved(0)
+
+    @contextlib.contextmanager
+    def _showing(self, size_bytes: int) -> Iterator[None]:
+        """Tells now and then how much of a large piece has left."""
+        if self._moved is None or size_bytes <= _BUFFER_BYTES:
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        timers: list[asyncio.TimerHandle] = []
+
+        def show() -> None:
+            timers[:] = [loop.call_later(_SHOW_S, show)]
+            self._tell_moved(self._writer.transport.get_write_buffer_size())
+
+        timers.append(loop.call_later(_SHOW_S, show))
+        try:
+            yield
+        finally:
+            timers[0].cancel()
+
+    def _tell_moved(self, left_bytes: int) -> None:
+        """Tells what was written and has left since the last time."""
+        moved_bytes = max(self._unmoved_bytes - left_bytes, 0)  # what is left may be of before, and told already
+        self._unmoved_bytes -= moved_bytes
+        if self._moved and moved_bytes:
+            self._moved(moved_bytes)
 
     async def receive_head(self) -> tuple[Kind, int, int]:
         """The next frame's kind, payload length in bytes, and checksum."""

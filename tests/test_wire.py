@@ -1,6 +1,7 @@
 """Frames, tables and bodies: whole or refused, within limits, whatever the bytes."""
 
 import asyncio
+import itertools
 import json
 import struct
 from collections.abc import Awaitable, Callable
@@ -331,3 +332,25 @@ def test_json_is_an_object_or_a_protocol_error(payload: bytes) -> None:
     else:
         reason = ""
     assert "\n" not in reason
+
+
+def test_a_slow_stream_shows_progress_within_a_block() -> None:
+    """Whoever waits for progress sees some long before ten seconds, in which a block goes out; and each byte once."""
+    told: list[tuple[float, int]] = []
+
+    async def speak(wire: Wire) -> None:
+        loop = asyncio.get_running_loop()
+        wire.on_moved(lambda size_bytes: told.append((loop.time(), size_bytes)))
+        for _ in range(2):
+            await wire.send_block(memoryview(bytes(BLOCK_BYTES)))
+
+    async def listen(wire: Wire) -> int:
+        for _ in range(2):
+            await wire.receive_block(memoryview(bytearray(BLOCK_BYTES)))
+        return wire.received_bytes
+
+    received_bytes = talk(speak, listen, Fault(FaultKind.SLOW, bytes_per_s=BLOCK_BYTES / 10))
+    assert sum(size_bytes for _, size_bytes in told) == received_bytes
+    assert all(size_bytes > 0 for _, size_bytes in told)
+    assert max(later - earlier for (earlier, _), (later, _) in itertools.pairwise(told)) < 2
+    assert told[-1][0] - told[0][0] > 15
