@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from gasloc.confirmation import LEAST_PARTNERS, Confirmation
 from gasloc.offences import Offences, SetAside
 from gasloc.round_result import RoundResult
+from gasloc.turns import Turns
 from peers.errors import UnreachableError
 from peers.exchange import Answer, PeerId, Swap
 from peers.membership import Member, MemberState
@@ -55,7 +56,12 @@ class Company:
         }
 
     def pairable(self, round: int) -> set[PeerId]:
-        """Those that may be paired in `round`, this peer included.
+        """Those that may be paired in `round`, this peer included; those alone whose turn it is (`gasloc.turns`)."""
+        turns = self.turns(round)
+        return {peer for peer, its in turns.items() if its.has(round)} | {self._peer.peer_id}
+
+    def turns(self, round: int) -> dict[PeerId, Turns]:
+        """The turns of those that may be paired in `round` when it is theirs; this peer not among them.
 
         Two that cannot be dialled are not, unless relays carry both; `on_left_out` is told why.
         """
@@ -70,7 +76,8 @@ class Company:
             if self.on_left_out is not None:
                 self.on_left_out(f"not paired with {peer}: {why_not[peer]}")
         self._unpaired = set(why_not)
-        return can | {self._peer.peer_id}
+        known = {peer: member.status for peer, member in self.training().items() if peer in can}
+        return {peer: Turns(status.trade_every, status.trade_round) for peer, status in known.items()}
 
     def rounds(self) -> list[int]:
         """The rounds that the other training members published or answered last."""

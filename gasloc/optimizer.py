@@ -29,7 +29,7 @@ from gasloc.gossip_rounds import GossipRounds
 from gasloc.learner import Learner, SyncerLink
 from gasloc.learner_rounds import LearnerRounds
 from gasloc.outer import MakeOptimizer
-from gasloc.overlap import Choice, Overlap
+from gasloc.overlap import Choice, Overlap, resolved
 from gasloc.progress import Progress
 from gasloc.radii import MixingRule, Radii
 from gasloc.replica import Replica, plain_name
@@ -152,7 +152,7 @@ class GaslocOptimizer(Optimizer):
                 self._rollback,
                 progress,
                 Radii(mixing, fragments),
-                Choice(overlap, local_steps, fragments),
+                Choice(resolved(overlap, topology), local_steps, fragments),
                 on_round,
             )
 

@@ -76,6 +76,14 @@ def choose(
     return best, f"{_words(best)}: {times}" + (f"; {gain:.1%} more progress in a second than waiting" if best else "")
 
 
+def resolved(overlap: Overlap, topology: str) -> Overlap:
+    """What a recipe's `overlap` comes to in a topology.
+
+    `auto` waits in all-to-all, which is DiLoCo to the bit then; what staleness costs was measured among partners only.
+    """
+    return "off" if overlap == "auto" and topology == "all-to-all" else overlap
+
+
 @torch.no_grad()
 def keep_progress(theta: Mapping[str, Tensor], current: Mapping[str, Tensor], sent: dict[str, Tensor]) -> None:
     """Turns `sent` into `theta + (current - sent)`, in place; the others are only read.

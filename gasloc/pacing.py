@@ -111,12 +111,19 @@ def round_length_s(members: Sequence[Pace], reference_steps: int) -> float | Non
 
 
 def local_steps(
-    own: Pace, members: Sequence[Pace], reference_steps: int, maximum: int, *, previous: int | None = None
+    own: Pace,
+    members: Sequence[Pace],
+    reference_steps: int,
+    maximum: int,
+    *,
+    previous: int | None = None,
+    late_s: float = 0.0,
 ) -> tuple[int, str]:
     """A peer's local steps H_i for the next round, and the reason in words.
 
-    `H_i = clamp(floor((T - c_i) / s_i), 1, maximum)`, where T is `round_length_s`, c_i our exchange time and s_i
-    our step time. `members` are everybody's paces, our own included. Unknown paces give the reference.
+    `H_i = clamp(floor((T - c_i - late_s) / s_i), 1, maximum)`, where T is `round_length_s`, c_i our exchange time and
+    s_i our step time. `members` are everybody's paces, our own included. Unknown paces give the reference. `late_s`:
+    how much later than the others we begin the round (`gasloc.turns.late_after`).
 
     `previous`, our steps of the last round, damps it: they are kept while the wanted number is within a tenth of
     them (or a quarter of a step), and the reference is taken when it is within half of that. So measurements
@@ -133,7 +140,7 @@ def local_steps(
     length_s = round_length_s(members, reference_steps)
     if length_s is None:
         return reference, f"the recipe's {reference} steps: no member has published its pace yet"
-    wanted = (length_s - own.exchange_time_s) / own.step_time_s
+    wanted = (length_s - own.exchange_time_s - late_s) / own.step_time_s
     # Equal peers want exactly H; rounding must not make that H - 1.
     wanted += 1e-6 * reference_steps
     times = f"a step takes {own.step_time_s:.3g} s and the exchange {own.exchange_time_s:.3g} s"

@@ -17,7 +17,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from gasloc import entry, overlap, pacing, rounds
+from gasloc import entry, pacing, rounds
 from gasloc.card import read_card
 from gasloc.company import Company
 from gasloc.confirmation import Opinion
@@ -188,9 +188,10 @@ class Swarm:
         """Those that may be paired in `round`, this peer included; see `Company.pairable`.
 
         Nobody else is while we are too far behind, and could not have the swarm's state yet: what is old is not
-        averaged as new.
+        averaged as new. Nor in rounds that our link makes us sit out (`gasloc.turns`).
         """
-        return {self.me} if self._stale else self.company.pairable(round)
+        alone = self._stale or not self._pacer.turns.has(round)
+        return {self.me} if alone else self.company.pairable(round)
 
     def others_rounds(self) -> list[int]:
         """The rounds that the other training members published or answered last."""
@@ -260,18 +261,19 @@ class Swarm:
         self._round_started = now
         if result.partners:
             self._partners = result.partners
-        transfer_s = self._pacer.transfer_s(self._status, result)
+        step_time_s = pacing.smooth(self._status.step_time_s, step_s)
+        exchange_time_s, turns = self._pacer.count_round(replace(self._status, step_time_s=step_time_s), result)
         self._status = Status(
             round=result.next_round,
             state=MemberState.TRAINING,
-            step_time_s=pacing.smooth(self._status.step_time_s, step_s),
-            exchange_time_s=pacing.smooth(
-                self._status.exchange_time_s, overlap.unhidden_s(transfer_s, result.waited_s)
-            ),
+            step_time_s=step_time_s,
+            exchange_time_s=exchange_time_s,
             tokens=tokens,
             local_steps=result.local_steps,
             loss=loss,
             partners=self._partners[:MAX_PARTNERS],
+            trade_every=turns.every,
+            trade_round=turns.round,
         )
         self._send_status()
 

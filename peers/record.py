@@ -27,6 +27,8 @@ _MAX_COUNT = 2**62
 _MAX_SECONDS = 1e9
 _DOMAIN = b"gasloc member 1"
 _MAX_REMEMBERED = 1 << 17
+_EVERY_ROUND = 1, 0
+"""Who trades in every round."""
 
 
 class MemberState(StrEnum):
@@ -61,6 +63,10 @@ class Status:
     """Training loss, nats per token; None where there is none, or it is not finite."""
     partners: tuple[PeerId, ...] = ()
     """Those of the last round that mixed; at most 8 are published."""
+    trade_every: int = 1
+    """It trades in every so many rounds, and is not to be paired in the others."""
+    trade_round: int = 0
+    """One of the rounds in which it trades."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +137,7 @@ def _signed(key: bytes, peer_id: PeerId, expires: float, body: bytes) -> bytes:
 def _encode(member: Member) -> bytes:
     status = member.status
     loss = status.loss
-    values = {
+    values: dict[str, object] = {
         "round": status.round,
         "state": status.state.value,
         "step_time_s": status.step_time_s,
@@ -144,6 +150,8 @@ def _encode(member: Member) -> bytes:
         "reachable": member.reachable,
         "addresses": [address.removesuffix(f"/p2p/{member.peer_id}") for address in member.addresses[:MAX_ADDRESSES]],
     }
+    if (status.trade_every, status.trade_round) != _EVERY_ROUND:
+        values["turns"] = [status.trade_every, status.trade_round]
     return json.dumps(values, separators=(",", ":")).encode()
 
 
@@ -160,6 +168,7 @@ def _decode(body: bytes, peer_id: PeerId, expires: float) -> Member:
     reachable = values.get("reachable")
     if not isinstance(reachable, bool):
         raise _bad("reachable")
+    trade_every, trade_round = _turns(values)
     status = Status(
         round=_count(values, "round"),
         state=MemberState(state),
@@ -169,6 +178,8 @@ def _decode(body: bytes, peer_id: PeerId, expires: float) -> Member:
         local_steps=_count(values, "local_steps"),
         loss=_loss(values),
         partners=_partners(values),
+        trade_every=trade_every,
+        trade_round=trade_round,
     )
     addresses = tuple(f"{maddr}/p2p/{peer_id}" for maddr in _texts(values, "addresses", MAX_ADDRESSES))
     return Member(peer_id, status, _text(values.get("digest"), "digest"), reachable, addresses, expires)
@@ -199,6 +210,17 @@ def _seconds(values: Mapping[str, object], name: str) -> float:
 def _loss(values: Mapping[str, object]) -> float | None:
     value = values.get("loss")
     return None if value is None else _number(value, "loss")
+
+
+def _turns(values: Mapping[str, object]) -> tuple[int, int]:
+    """Every how many rounds it trades, and in which; a record of one that always does, or of old, has none."""
+    turns = values.get("turns", list(_EVERY_ROUND))
+    if not isinstance(turns, list) or len(turns) != len(_EVERY_ROUND):
+        raise _bad("turns")
+    every, round = (_count({"turns": value}, "turns") for value in turns)
+    if every < 1:
+        raise _bad("turns")
+    return every, round
 
 
 def _partners(values: Mapping[str, object]) -> tuple[PeerId, ...]:

@@ -49,6 +49,8 @@ statuses = st.builds(
     local_steps=counts,
     loss=st.none() | st.floats(allow_nan=False, allow_infinity=False),
     partners=st.lists(st.sampled_from([ME.peer_id, OTHER.peer_id]), max_size=MAX_PARTNERS).map(tuple),
+    trade_every=st.integers(1, 2**62),
+    trade_round=counts,
 )
 junk_json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -120,6 +122,8 @@ def test_a_long_list_is_cut_so_that_the_record_always_fits() -> None:
         replace(STATUS, step_time_s=math.nan),
         replace(STATUS, exchange_time_s=-1.0),
         replace(STATUS, partners=("nobody",)),
+        replace(STATUS, trade_every=0),
+        replace(STATUS, trade_round=-1),
     ],
 )
 def test_what_others_would_refuse_is_not_published(status: Status) -> None:

@@ -1,5 +1,6 @@
 """The simulator: speeds, failures, joins, determinism, costs, and what it refuses."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,28 @@ def test_nobody_waits_for_a_thin_link_when_paced_and_its_partners_of_the_round_a
     assert {count for beside, count in steps["thin"] if not beside} == {30}
     assert all(count < 30 for beside, count in steps["thin"] if beside)
     assert seconds["thin"] == pytest.approx(seconds["even"], rel=0.01)
+
+
+@pytest.mark.parametrize("overlap", ["off", 30])
+@pytest.mark.parametrize(("topology", "bandwidth"), [("1-peer", 0.6), ("2-peer", 1.2)])
+def test_a_link_that_needs_longer_than_a_round_is_waited_for_by_nobody_once_known(
+    topology: str, bandwidth: float, overlap: str | int
+) -> None:
+    # a model takes 40 s to a partner, or to both; a round 30 s and 1 or 2 s of exchange
+    even = [Conditions(bandwidth=24.0)] * 8
+    seconds, thin = {}, []
+    for name, conditions in (("even", even), ("thin", [*even[1:], Conditions(bandwidth=bandwidth)])):
+        exchange = {"grace_s": 60.0, "overlap": overlap}
+        recipe = quadratic_recipe(topology=topology, pacing=True, rounds=30, exchange=exchange)
+        _, heard = play(recipe, QuadraticProblem(6), conditions)
+        ended_s = {(peer, event.round): now_s for peer, now_s, event in heard if isinstance(event, Round)}
+        seconds[name] = max(ended_s[f"worker-{number}", 29] - ended_s[f"worker-{number}", 5] for number in range(7))
+        thin = rounds_of(heard, "worker-7")
+    assert seconds["thin"] <= 1.03 * seconds["even"]
+    traded = [event.round for event in thin[2:] if event.partners]
+    assert len(traded) >= 5, "it is not left out"
+    assert {later - earlier for earlier, later in itertools.pairwise(traded)} == {3}, "and its turns do not swing"
+    assert sum(event.local_steps for event in thin) >= 0.5 * 30 * len(thin), "its link is busy for half of the time"
 
 
 def test_a_slow_learner_is_neither_waited_for_nor_over_weighted() -> None:

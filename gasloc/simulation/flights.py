@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from gasloc import overlap
 from gasloc.gossip import Exchanged
 from gasloc.simulation.rules import Gasloc
 from gasloc.simulation.worker import Ended, Traffic, Worker
-from peers.exchange import Answer
+from peers.exchange import Answer, Slot
 
 
 @dataclass(slots=True, eq=False)
@@ -37,12 +37,21 @@ class Flights:
         self._worker = worker
         self._rule = worker.rule if isinstance(worker.rule, Gasloc) else None
         self._choice = overlap.Choice(
-            recipe.exchange.overlap if self._rule else "off",
+            overlap.resolved(recipe.exchange.overlap, recipe.topology) if self._rule else "off",
             recipe.local_steps,
             len(world.parts) if world.staggered else 1,
         )
         self._choice.count_step(worker.conditions.step_time_s)
         self._flying: list[_Flight] = []
+        self.reached: tuple[int, int] | None = None
+        """Round and mix of the latest exchange."""
+
+    def after_others(self, slot: Slot) -> Slot:
+        """The slot, or where an exchange before it ended in its round or a later one, as partners were ahead, the
+        first after that; as in `gasloc.gossip_rounds`."""
+        if self.reached is None or (slot.round, slot.mix) > self.reached:
+            return slot
+        return replace(slot, round=self.reached[0] + (slot.mix <= self.reached[1]))
 
     def bound(self) -> int:
         """Local steps for which the exchange that begins now may be under way; 0: it is waited for."""

@@ -84,10 +84,12 @@ async def _exchange(
     start: Tensors | None,
 ) -> Exchanged:
     """One exchange of fragments together, and what is remembered of it."""
+    slot = flights.after_others(slot)
     began_s = asyncio.get_running_loop().time()
     graph, mixes = worker.world.graph, worker.world.recipe.mixes
     exchanged = await exchange(worker, phi, slot, traffic, graph=graph, mixes=mixes, radius=radius, start=start)
     flights.measure(exchanged, asyncio.get_running_loop().time() - began_s)
+    flights.reached = max(slot.round, exchanged.round), slot.mix
     known = worker.histories.get(parts, ())
     worker.histories[parts] = clipping.remembered(known, [clip for _, clip in exchanged.clips])
     if exchanged.mixes_done:
@@ -128,7 +130,7 @@ async def exchange(
     plan = Plan(graph, recipe.seed, mixes, recipe.exchange.grace_s, most_behind)
     loop = asyncio.get_running_loop()
     began_s = loop.time()
-    members = worker.world.members(worker)
+    members = worker.world.members(worker, slot.round)
     trades = exchanging(
         worker.peer,
         plan,

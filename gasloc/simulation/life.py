@@ -81,7 +81,7 @@ async def _enter(worker: Worker) -> None:
     worker.emit(
         Joined(
             round=worker.round,
-            members=len(world.members(worker)),
+            members=len(world.members(worker, worker.round)),
             source="initial" if fresh else "donor",
             reason="nobody has ended a round yet" if fresh else f"the swarm is at round {worker.round}",
             size_bytes=size_bytes,

@@ -5,13 +5,14 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from gasloc import overlap, pacing, rounds
+from gasloc import overlap, pacing, rounds, turns
 from gasloc.clipping import Clipped
 from gasloc.events import Evaluation, Event, Round
 from gasloc.inner import learning_rate
 from gasloc.simulation.conditions import Conditions
 from gasloc.simulation.rules import Rule
 from gasloc.simulation.world import State, World
+from gasloc.turns import Links, Turns
 from peers.exchange import Answer, Exchange, PeerId, Swap
 
 Emit = Callable[[Event], None]
@@ -27,6 +28,8 @@ class Traffic:
     partners: dict[PeerId, None] = field(default_factory=dict)
     failures: dict[str, None] = field(default_factory=dict)
     tried: bool = False
+    asked: int = 0
+    """Partners in the largest exchange."""
     distances: list[float] = field(default_factory=list)
     clips: list[tuple[PeerId, Clipped]] = field(default_factory=list)
     bytes_sent: int = 0
@@ -45,6 +48,7 @@ class Traffic:
     def add(self, swaps: Mapping[PeerId, Swap]) -> None:
         """Counts the outcome of one exchange."""
         self.tried = self.tried or bool(swaps)
+        self.asked = max(self.asked, len(swaps))
         self.transfer_s += max((swap.seconds for swap in swaps.values() if swap.answer is Answer.ACCEPT), default=0.0)
         for peer, swap in swaps.items():
             self.bytes_sent += swap.bytes_sent
@@ -97,6 +101,13 @@ class Worker:
         """Steps and mean loss of each stretch of training in this round."""
         self.pace = pacing.Pace(0.0, 0.0)
         """As the others know it: nothing before the first round's end."""
+        self.turns = Turns()
+        """The rounds in which it trades, as the others know them."""
+        self._links = Links()
+        self._late_s = 0.0
+        """How much later than the others it begins the coming round."""
+        self._planned: tuple[int, pacing.Pace] | None = None
+        """The round that it is in, and its pace in it."""
         self.early_s = 0.0
         """How much sooner than others it is to trade this round, as a partner's link is slow; it waits for them."""
         self.steps_of_round = world.recipe.local_steps
@@ -151,25 +162,56 @@ class Worker:
         return self.steps_of_round
 
     def _choose_steps(self) -> int:
-        """As `gasloc.swarm.Swarm.pace`."""
+        """As `gasloc.pacer.Pacer`."""
         recipe = self.world.recipe
         paces = {worker.peer: worker.pace for worker in self.world.training()} | {self.peer: self.pace}
         if self._pairs_once():
-            near = {peer: paces[peer] for peer in self.world.members(self)} | {self.peer: self.pace}
-            paces |= pacing.beside_partners(near, self.world.graph, round=self.round, me=self.peer, seed=recipe.seed)
+            near = {worker.peer: worker.turns for worker in self.world.near(self, self.round)}
+            paces = turns.of_round(paces, near, self.world.graph, round=self.round, me=self.peer, seed=recipe.seed)
         own = paces[self.peer]
+        self._planned = self.round, own
         self.early_s = max(own.exchange_time_s - self.pace.exchange_time_s, 0.0) if own.known else 0.0
         most = MOST_STEPS * recipe.local_steps
-        steps, _ = pacing.local_steps(own, list(paces.values()), recipe.local_steps, most, previous=self.steps_of_round)
+        steps, _ = pacing.local_steps(
+            own, list(paces.values()), recipe.local_steps, most, previous=self.steps_of_round, late_s=self._late_s
+        )
         return steps
 
     def _transfer_s(self, traffic: Traffic) -> float:
-        """What a round's transfers tell of our own link."""
+        """What a round's transfers tell of its own link; they are counted. As `gasloc.pacer.Pacer`."""
         if not self._pairs_once():
             return traffic.transfer_s if traffic.partners else math.nan
-        known = {worker.peer: worker.pace.exchange_time_s for worker in self.world.training()}
+        training, round_s = self.world.training(), self._round_s()
+        known = {
+            worker.peer: max(worker.pace.exchange_time_s, turns.least_exchange_s(worker.turns, round_s))
+            for worker in training
+        }
         told = [(seconds, known.get(peer, math.nan)) for peer, seconds in traffic.transfers_s.items()]
-        return pacing.own_transfer_s(self.pace.exchange_time_s, told)
+        transfer_s = pacing.own_transfer_s(self._links.average_s, told)
+        self._links.count(transfer_s, traffic.asked, len(told), self.turns)
+        return transfer_s
+
+    def _choose_turns(self, traffic: Traffic, steps: int, next_round: int) -> None:
+        """How late it is for the next round, and in which it trades from now on. As `gasloc.pacer.Pacer`."""
+        if self.world.pacing and self._pairs_once():
+            step_s, round_s = self.conditions.step_time_s, self._round_s()
+            self._late_s = self._lateness_s(traffic, steps, next_round, round_s)
+            self.turns, _ = turns.choose(self._links, step_s, round_s, previous=self.turns, round=next_round)
+
+    def _round_s(self) -> float | None:
+        paces = {worker.peer: worker.pace for worker in self.world.training()} | {self.peer: self.pace}
+        return pacing.round_length_s(list(paces.values()), self.world.recipe.local_steps)
+
+    def _lateness_s(self, traffic: Traffic, steps: int, next_round: int, round_s: float | None) -> float:
+        """How late it is for the next round; as `gasloc.pacer.Pacer`."""
+        began, own = self._planned or (next_round - 1, pacing.Pace(0.0, 0.0))
+        if traffic.overlap_steps or next_round > began + 1:
+            return 0.0
+        if not own.known:
+            own = pacing.Pace(self.conditions.step_time_s, 0.0)
+        longest_s = max(traffic.transfers_s.values(), default=math.nan)
+        spent_s = turns.spent_s(own, longest_s, traffic.waited_s, tried=traffic.tried)
+        return turns.late_after(own, steps, spent_s, round_s, self._late_s)
 
     def _pairs_once(self) -> bool:
         recipe = self.world.recipe
@@ -203,9 +245,10 @@ class Worker:
     def report(self, ended: "Ended") -> None:
         """Reports a round whose exchanges have all come to an end, and evaluates where one is due."""
         recipe, traffic = self.world.recipe, ended.traffic
+        count = sum(steps for steps, _ in ended.losses)
         unhidden_s = overlap.unhidden_s(self._transfer_s(traffic), traffic.waited_s)
         self.pace = pacing.Pace(self.conditions.step_time_s, pacing.smooth(self.pace.exchange_time_s, unhidden_s))
-        count = sum(steps for steps, _ in ended.losses)
+        self._choose_turns(traffic, count, ended.next_round)
         last_step = ended.round * recipe.local_steps + min(count, recipe.local_steps) - 1
         self.emit(
             Round(

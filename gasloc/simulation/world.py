@@ -68,10 +68,16 @@ class World:
         """To be told whenever a worker's state changes."""
         self._training = None
 
-    def members(self, me: "Worker") -> list[PeerId]:
-        """Those that may be paired with a worker in its round, itself included; as `gasloc.swarm.Swarm.members`."""
+    def near(self, me: "Worker", round: int) -> "list[Worker]":
+        """Those that are about in `round`, and a worker itself."""
         reach = self.recipe.stale_rounds
-        return [other.peer for other in self.training() if other is me or abs(other.round - me.round) <= reach]
+        return [other for other in self.training() if other is me or abs(other.round - round) <= reach]
+
+    def members(self, me: "Worker", round: int) -> list[PeerId]:
+        """Those that a worker may be paired with in `round`, itself included; as `gasloc.swarm.Swarm.members`."""
+        if not me.turns.has(round):
+            return [me.peer]
+        return [other.peer for other in self.near(me, round) if other.turns.has(round)]
 
     def others_rounds(self, me: "Worker") -> list[int]:
         """The rounds that the other training workers are in."""
