@@ -38,9 +38,8 @@ _log = logging.getLogger(__name__)
 def look_pause_s(members: int, refresh_s: float) -> float:
     """How long to wait between two looks at so many members' records, seconds.
 
-    Each look reads all of them, from several nodes: about 3 kB a member, *measured*. So with more than `_SEEN_AT_ONCE`
-    members the pause grows with them, up to two and a half times `refresh_s`: by then half of all records were
-    renewed, and to check their signatures takes 80 ms for 1,000 members.
+    A look reads what is new, from three nodes. With more than `_SEEN_AT_ONCE` members the pause grows with them, up to
+    two and a half times `refresh_s`: these nodes answer everybody.
     """
     return refresh_s * min(max(1.0, members / _SEEN_AT_ONCE), 2.5)
 

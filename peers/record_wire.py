@@ -14,7 +14,7 @@ from peers.errors import ProtocolError
 from peers.exchange import PeerId
 from peers.identity import peer_id_of, public_key_of
 from peers.record import MAX_RECORD_BYTES
-from peers.record_log import MOST_BYTES, MOST_CHANGES, Change, Page
+from peers.record_log import MOST_BYTES, MOST_CHANGES, MOST_MEMBERS, Change, Page
 
 KEY_BYTES = 20
 _ASK = struct.Struct(f"<{KEY_BYTES}s8sQ")
@@ -86,10 +86,11 @@ def _decode(payload: bytes, start: int) -> Iterator[Change]:
         start += length
 
 
+@lru_cache(maxsize=MOST_MEMBERS)
 def _key_of(peer: PeerId) -> bytes:
     key = public_key_of(peer)
     assert key is not None, "a record that was checked is of an Ed25519 id"
     return key
 
 
-_peer_of = lru_cache(maxsize=1 << 14)(peer_id_of)
+_peer_of = lru_cache(maxsize=MOST_MEMBERS)(peer_id_of)
