@@ -76,7 +76,7 @@ class Dht:
     async def resume(self) -> None:
         """Goes on with a new node of the same id through a p2pd that was started again. It knows nobody yet."""
         self._node.is_alive = False
-        self.release(())
+        self._hang_up()
         self._node = await _create(self._daemon, self._store, client_only=self._client_only, node_id=self._node.node_id)
 
     async def join(self, peer: PeerId) -> float:
@@ -128,13 +128,17 @@ class Dht:
     def release(self, kept: Collection[PeerId]) -> None:
         """Closes the streams to all holders but those in `kept`."""
         for holder in self._streams.keys() - set(kept):
-            self._streams.pop(holder).close()
+            self._streams.pop(holder).retire()
 
     async def forget(self, peer: PeerId) -> None:
         """The peer did not answer: no node of ours until it is met again."""
         protocol = self._node.protocol
         peer_id = PeerID.from_base58(peer)
         await protocol.update_routing_table(protocol.routing_table.get(peer_id=peer_id), peer_id, responded=False)
+
+    def _hang_up(self) -> None:
+        while self._streams:
+            self._streams.popitem()[1].close()
 
     async def _ask(self, holder: PeerId, ask: Ask) -> Page:
         if holder == self._daemon.peer_id:
@@ -144,7 +148,7 @@ class Dht:
 
     async def close(self) -> None:
         """Answers nobody any more."""
-        self.release(())
+        self._hang_up()
         if not self._daemon.alive():
             return
         try:

@@ -244,6 +244,7 @@ class Membership:
 
     async def _renew_when_due(self) -> None:
         if self._until_due_s() <= _EARLY_S:
+            self._stored_at = asyncio.get_running_loop().time()  # there may be nothing to renew
             await self._renew()
 
     def _until_due_s(self) -> float:

@@ -66,6 +66,8 @@ class RecordStream:
         self._transport = transport
         self._peer = peer
         self._wire: Wire | None = None
+        self._asking = False
+        self._retired = False
 
     async def ask(self, ask: Ask) -> Page:
         """One question and its answer; one at a time.
@@ -73,7 +75,15 @@ class RecordStream:
         A stream that was closed in the meantime is opened again. Raises an error of `peers.errors`, and `TimeoutError`
         where the other does not answer in time.
         """
-        payload = encode_ask(ask)
+        self._asking = True
+        try:
+            return await self._ask(encode_ask(ask))
+        finally:
+            self._asking = False
+            if self._retired:
+                self.close()
+
+    async def _ask(self, payload: bytes) -> Page:
         if self._wire is not None:
             try:
                 return await self._converse(self._wire, payload)
@@ -92,6 +102,12 @@ class RecordStream:
         except BaseException:  # a cancelled question's answer must not be taken for the next one's
             self.close()
             raise
+
+    def retire(self) -> None:
+        """Closes the stream, after the answer where one is due."""
+        self._retired = True
+        if not self._asking:
+            self.close()
 
     def close(self) -> None:
         """Closes the stream; it may be asked again."""

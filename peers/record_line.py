@@ -32,13 +32,15 @@ class RecordLine:
         self._number = 0
         self._held: float | None = None
         """The expiration of our record that it holds."""
+        self._refused: float | None = None
+        """The expiration of our record that it did not take, though it came in full."""
         self._body = b""
         """The body of our record that it holds."""
         self._turn = asyncio.Lock()
 
     def lacks(self, own: OwnRecord | None) -> bool:
-        """Whether the holder does not hold this record of ours, as far as we know."""
-        return own is not None and own.expires != self._held
+        """Whether this record of ours is to be brought to the holder; not again where it refused it."""
+        return own is not None and own.expires not in (self._held, self._refused)
 
     def reread(self) -> None:
         """The next page begins at the log's beginning, with every record in full."""
@@ -50,10 +52,11 @@ class RecordLine:
             change = self._news(own)
             page = await self._ask(Ask(self._key, self._epoch, self._number, change))
             if page.epoch != self._epoch:
-                self._epoch, self._held, self._body = page.epoch, None, b""
+                self._epoch, self._held, self._refused, self._body = page.epoch, None, None, b""
             self._number = page.number
             if own is not None and change is not None:
                 self._held = own.expires if page.held else None
+                self._refused = own.expires if change.body and not page.held else None
                 self._body = own.record[SIGNATURE_BYTES:] if page.held else b""
             return page
 

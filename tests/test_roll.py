@@ -56,7 +56,7 @@ class Holding:
 
     def release(self, kept: Collection[PeerId]) -> None:
         for holder in self._streams.keys() - set(kept):
-            self._streams.pop(holder).close()
+            self._streams.pop(holder).retire()
 
     async def forget(self, peer: PeerId) -> None:
         self.forgotten.append(peer)
@@ -228,6 +228,28 @@ async def test_a_look_checks_so_many_signatures_and_the_next_looks_the_rest(swar
     assert len(a.view) == len(PEOPLE)
     await asyncio.gather(b.look(), b.look(), b.look())
     assert len(b.view) == len(PEOPLE)
+
+
+async def test_a_record_that_is_refused_is_not_brought_again_until_it_is_renewed(swarm: Swarm) -> None:
+    a = swarm.watcher("a")
+    for life_s in (100.0, 101.0):
+        record = own(PEOPLE[0], life_s=life_s)
+        for _ in range(3):
+            assert await a.look(record) == HOLDERS
+    assert [store.validator.rejected.total() for store in swarm.stores.values()] == [2, 2, 2, 0, 0]
+    assert not a.view
+    await a.look(own(PEOPLE[0]))
+    assert PEOPLE[0].peer_id in a.view
+
+
+async def test_a_stream_that_is_retired_answers_once_more(swarm: Swarm) -> None:
+    transport = swarm.network.join("a")
+    stream = RecordStream(transport, "h0")
+    asking = asyncio.create_task(stream.ask(Ask(KEY, bytes(8), 0)))
+    await asyncio.sleep(0)
+    stream.retire()
+    assert (await asking).changes == ()
+    assert transport.open_streams == 0
 
 
 async def test_a_question_that_was_given_up_does_not_spoil_the_next(swarm: Swarm) -> None:
