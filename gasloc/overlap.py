@@ -26,8 +26,8 @@ Overlap = Literal["auto", "off"] | int
 COST = 0.16
 """Share of a round's progress that a staleness of a whole round (tau = H) costs; in proportion below.
 
-*Measured* by `benchmarks/overlap.py`, 8 workers, 2-peer, H = 15, three seeds of 24 rounds, as rounds of blocking training
-lost: see benchmarks/results/overlap.md. Seeds scatter by 2 to 5 % about this line.
+*Measured* by `benchmarks/overlap.py`, 8 workers, 2-peer, H = 15, three seeds of 24 rounds, as rounds of blocking
+training lost: see benchmarks/results/overlap.md. Seeds scatter by up to 5 % about this line.
 """
 
 MARGIN = 0.02
