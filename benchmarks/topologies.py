@@ -114,6 +114,7 @@ def recipe_of(job: Job) -> Recipe:
             "context_length": job.context_length,
         },
         "inner": {"batch_size": job.batch_size, "learning_rate": 3e-3, "warmup_steps": 30},
+        "exchange": {"overlap": "off"},  # algorithms are compared as they are, and all of them wait
         "evaluation": {"every_rounds": max(1, job.rounds // 5), "batches": 8},
     }
     return parse(values | ROWS[job.row])

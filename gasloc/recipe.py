@@ -87,9 +87,9 @@ class ExchangeConfig(_Section):
     """How values become bytes; see docs/wire.md. The modular ones send what goes through a syncer as it is."""
     grace_s: float = Field(10.0, gt=0, le=3_600)
     """How long a peer waits for a partner that is not yet at its round, seconds."""
-    overlap: Literal["auto", "off"] | Annotated[int, Field(ge=0, le=10_000)] = "off"
-    """Whether training goes on during an exchange: at most so many local steps, or as many as pay. See
-    `gasloc.overlap`; a learner of a syncer goes by `syncer.overlap_steps` instead."""
+    overlap: Literal["auto", "off"] | Annotated[int, Field(ge=0, le=10_000)] = "auto"
+    """Whether training goes on during an exchange: at most so many local steps, or as many as pay (never in
+    all-to-all). See `gasloc.overlap`; a learner of a syncer goes by `syncer.overlap_steps` instead."""
     mixing: Literal["clipped", "average"] = "clipped"
     """`clipped`: a partner pulls this peer no further than a radius from recent history. See `gasloc.clipping`."""
 

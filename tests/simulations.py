@@ -19,7 +19,10 @@ Heard = tuple[str, float, Event]
 
 
 def tiny_recipe(**changes: Any) -> Recipe:
-    """Five rounds of three steps of a decoder of 1,600 parameters; nested sections are given as dicts."""
+    """Five rounds of three steps of a decoder of 1,600 parameters; nested sections are given as dicts.
+
+    Every exchange is waited for, unless `exchange` says otherwise.
+    """
     values: dict[str, Any] = {
         "rounds": 5,
         "local_steps": 3,
@@ -37,7 +40,7 @@ def tiny_recipe(**changes: Any) -> Recipe:
         "inner": {"batch_size": 2, "warmup_steps": 4, "learning_rate": 1e-2},
         "evaluation": {"every_rounds": 5, "batches": 1},
     }
-    return parse(values | changes)
+    return parse(values | changes | {"exchange": {"overlap": "off"} | changes.get("exchange", {})})
 
 
 def tiny_corpus() -> Corpus:

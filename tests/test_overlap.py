@@ -19,7 +19,7 @@ from gasloc.errors import RecipeError, RunError
 from gasloc.events import Round
 from gasloc.lane import Lane
 from gasloc.optimizer import GaslocOptimizer, RoundResult
-from gasloc.overlap import Overlap
+from gasloc.overlap import Overlap, resolved
 from gasloc.pacing import Pace, local_steps, smooth
 from gasloc.recipe import parse
 from gasloc.simulation.conditions import Conditions
@@ -617,6 +617,18 @@ def test_overlap_where_there_is_none_is_refused() -> None:
         recipe = parse({"exchange": {"overlap": 3}, **changes})
         with pytest.raises(RecipeError, match="overlap = 3 with topology"):
             play(recipe, QuadraticProblem(8), 4)
+
+
+def test_auto_waits_in_all_to_all_and_a_number_does_not() -> None:
+    assert [resolved("auto", topology) for topology in ("2-peer", "1-peer", "all-to-all")] == ["auto", "auto", "off"]
+    assert resolved(3, "all-to-all") == 3
+    assert resolved("off", "2-peer") == "off"
+    runs = {}
+    for mode in ("auto", "off"):
+        values = {"topology": "all-to-all", "rounds": 4, "local_steps": 6, "exchange": {"overlap": mode}}
+        runs[mode], _ = play(parse(values), QuadraticProblem(8, tensors=2), [Conditions(bandwidth=40.0)] * 3)
+    for one, other in zip(runs["auto"].parameters, runs["off"].parameters, strict=True):
+        assert_equal(one, other, 0.0)
 
 
 def test_simulated_without_delay_is_blocking() -> None:
