@@ -24,8 +24,6 @@ from peers.node import PeerOptions
 
 Words = dict[str, Any]
 
-_WARM_ROUNDS = 2
-
 
 class Replica:
     """One model in one training loop, with a swarm around it or without."""
@@ -83,24 +81,29 @@ def family_cpu_s() -> float:
 
 
 def train(replica: Replica, rounds: int, local_steps: int) -> Words:
-    """Times `rounds` rounds of steps, after two that do not count: an overlap is chosen by what was measured before."""
+    """Times as many steps as `rounds` rounds have, after some that do not count.
+
+    In a swarm those are a round and a half: an overlap is chosen by what was measured before, and from the middle of a
+    round on, all of an exchange is timed that belongs to so many steps. Alone, there is nothing to wait for.
+    """
     if replica.swarm:
         replica.swarm.wait_for(2)
         replica.swarm.train()
-    for _ in range(_WARM_ROUNDS * local_steps):
+    for _ in range(local_steps + local_steps // 2 if replica.swarm else local_steps // 8):
         replica.take_step()
     known = len(replica.results)
-    began, cpu_s = time.perf_counter(), family_cpu_s()
+    began, cpu_s, own_s = time.perf_counter(), family_cpu_s(), time.thread_time()
     for _ in range(rounds * local_steps):
         replica.take_step()
     seconds = time.perf_counter() - began
-    cpu = family_cpu_s() - cpu_s
+    cpu, own = family_cpu_s() - cpu_s, time.thread_time() - own_s
     results = replica.results[known:]
     if isinstance(replica.optimizer, GaslocOptimizer):
         replica.optimizer.take_outcomes()
     return {
         "seconds": seconds,
         "cpu_s": cpu,
+        "training_cpu_s": own,
         "steps": rounds * local_steps,
         "waited_s": sum(result.waited_s for result in results),
         "overlap_steps": max((result.overlap_steps for result in results), default=0),
