@@ -58,12 +58,20 @@ def prepare() -> str:
         return _found
 
 
-def loops_for(row: torch.Tensor) -> Loops:
-    """What computes codes of a flat tensor, and of all that goes with it."""
+def loops_for(*rows: torch.Tensor) -> Loops:
+    """What computes codes of flat tensors, and of all that goes with them."""
     fast = _fast
-    if fast is None or row.dtype is not torch.float32 or row.device.type != "cpu" or not row.is_contiguous():
-        return _torch
-    return fast
+    return fast if fast is not None and all(map(_suits, rows)) else _torch
+
+
+def _suits(row: torch.Tensor) -> bool:
+    """Whether compiled loops take it. What was cut out of a file may begin between two places for a float32."""
+    return (
+        row.dtype is torch.float32
+        and row.device.type == "cpu"
+        and row.is_contiguous()
+        and row.data_ptr() % row.element_size() == 0
+    )
 
 
 def _agree(loops: Loops) -> bool:

@@ -62,7 +62,7 @@ def movement(
     start: torch.Tensor,  # (n,) of the same dtype
 ) -> tuple[torch.Tensor, bool]:  # (blocks,) bfloat16
     """`movement_bounds`, and whether all of `row` was seen to be finite on the way; False says nothing."""
-    return compiled.loops_for(row).movement(row, start if start.is_contiguous() else start.contiguous())
+    return compiled.loops_for(row, start).movement(row, start)
 
 
 def check_bounds(bounds: torch.Tensor) -> None:
@@ -141,7 +141,7 @@ def decode_into(
     rounding. Then a restored value is less than `step` plus the rounding of its dtype from the sender's. A wrong
     block is marked, but for one in 2^32; what it holds is finite where `near` is, and of no use.
     """
-    return compiled.loops_for(near).decode(codes, near, step, bits, values)
+    return compiled.loops_for(near, values).decode(codes, near, step, bits, values)
 
 
 def int8_encode(row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -168,12 +168,22 @@ def test_long_rows_take_noise_part_by_part(bits: Bits, monkeypatch: pytest.Monke
 
 def test_what_does_not_fit_compiled_loops_goes_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "_fast", numba_loops)
-    assert compiled.loops_for(torch.zeros(3)) is numba_loops
-    assert compiled.loops_for(torch.zeros(3, dtype=torch.float64)) is torch_loops
-    assert compiled.loops_for(torch.zeros(6)[::2]) is torch_loops
-    assert compiled.loops_for(torch.zeros(3, device="meta")) is torch_loops
-    start = torch.zeros(2 * BLOCK)[::2]
-    assert quantize.movement_bounds(torch.ones(BLOCK), start).tolist() == [1.0]
+    assert compiled.loops_for(torch.zeros(3), torch.zeros(3)) is numba_loops
+    odd = torch.zeros(4 * BLOCK + 1, dtype=torch.uint8)[1:].numpy().view("float32")
+    others = [
+        torch.zeros(BLOCK, dtype=torch.float64),
+        torch.zeros(2 * BLOCK)[::2],
+        torch.from_numpy(odd),
+        torch.zeros(BLOCK, device="meta"),
+    ]
+    for other in others:
+        assert compiled.loops_for(other) is torch_loops
+        assert compiled.loops_for(torch.zeros(BLOCK), other) is torch_loops
+    for start in others[1:3]:
+        assert quantize.movement_bounds(torch.ones(BLOCK), start).tolist() == [1.0]
+        step, near = torch.ones(1), start + 0.25
+        codes = quantize.encode(start, step, 8, torch.Generator())
+        assert quantize.decode(codes, near, step, 8)[0].tolist() == [0.0] * BLOCK
 
 
 _ALONE = """

@@ -1,18 +1,28 @@
 """Block int8, and quantization modulo a range: bounds, what is caught, what is unbiased."""
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from peers import quantize
+from peers import compiled, quantize
 from peers.errors import ProtocolError
 from peers.quantize import BLOCK, LEAST_BOUND, RANGE, Bits
 
 BITS: tuple[Bits, ...] = (8, 4)
 DTYPES = (torch.float32, torch.float64)
+
+
+@pytest.fixture(scope="module", autouse=True, params=["torch", "compiled"])
+def _way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Everything holds whichever way codes are computed."""
+    with pytest.MonkeyPatch.context() as patch:
+        fast = pytest.importorskip("peers.numba_loops") if request.param == "compiled" else None
+        patch.setattr(compiled, "_fast", fast)
+        yield
 
 
 def random_row(count: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
