@@ -1,6 +1,7 @@
 """Trades under the quantized codecs: bounds, bytes, blocks sent again, faults and lies."""
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from gasloc.all_reduce import all_reduce
 from gasloc.simulation.gossip import traded
-from peers import modular, quantize
+from peers import compiled, modular, quantize
 from peers.body import Body, NoDigest
 from peers.codec import CODECS, CodecName
 from peers.exchange import Answer, Offer, PeerId, Slot, Swap, Tensors, layout_of
@@ -545,3 +546,32 @@ def test_blocks_are_taken_and_put_back_where_they_were(count: int, data: st.Data
         [],
         [wanted.nonzero().flatten().tolist()],
     )
+
+
+async def test_compiled_loops_are_loaded_in_a_worker_thread_and_only_for_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    loading = threading.Event()
+    go_on = threading.Event()
+
+    def prepare() -> str:
+        loading.set()
+        assert go_on.wait(20.0)
+        return ""
+
+    monkeypatch.setattr(compiled, "prepare", prepare)
+    try:
+        plain = await join(PipeNetwork(), "A", "fp32")
+        await plain.close()
+        assert not loading.is_set()
+        network = PipeNetwork()
+        one, other = [await join(network, me, "modular8") for me in ("A", "B")]
+        assert await asyncio.to_thread(loading.wait, 20.0)
+        tensors = {"w": torch.randn(2, BLOCK)}
+        swaps = await asyncio.gather(  # while they load
+            one.swap(Slot(1), {"B": Offer(tensors, start=tensors)}, timeout_s=GRACE_S),
+            other.swap(Slot(1), {"A": Offer(tensors, start=tensors)}, timeout_s=GRACE_S),
+        )
+        assert [swap.answer for each in swaps for swap in each.values()] == [Answer.ACCEPT] * 2
+        await one.close()
+        await other.close()
+    finally:
+        go_on.set()
