@@ -78,19 +78,19 @@ class Links:
 def choose(links: Links, step_s: float, round_s: float | None, *, previous: Turns, round: int) -> tuple[Turns, str]:
     """The rounds in which a peer trades from `round` on, the one that comes next; and why.
 
-    `step_s`: its local step; `round_s`: the members' round (`pacing.round_length_s`). An exchange that leaves no time
-    for a step of the round is made in every n-th round, n the least with `exchange_s <= BUSY_SHARE * n * round_s`;
-    first n - 1 rounds pass. One that takes no more than that share of a round is made in every round, however slow
-    steps are. One alone that took long is followed by a round of rest, and the next exchange tells whether it lasts.
-    `previous` is kept while times are within a tenth of those that ask for it. Where they are unknown, a peer trades
-    in every round.
+    `step_s`: its local step; `round_s`: the members' round (`pacing.round_length_s`). An exchange that takes longer
+    than the round, and with a step longer by a tenth, is made in every n-th round, n the least with
+    `exchange_s <= BUSY_SHARE * n * round_s`; first n - 1 rounds pass. One alone that took so long is followed by a
+    round of rest, and the next exchange tells whether it lasts. `previous` is kept while times are within a tenth of
+    those that ask for it, and given up once an exchange and a step fit into a round. Where times are unknown, a peer
+    trades in every round.
     """
     if round_s is None or not all(math.isfinite(time_s) and time_s > 0 for time_s in (links.latest_s, step_s, round_s)):
         return Turns(), "trading in every round: step, exchange or round time is not measured yet"
     lasting_s, latest_s = links.lasting_s, links.latest_s
     times = f"an exchange takes {latest_s:.3g} s of rounds of {round_s:.3g} s"
     resting = previous.every > 1
-    if _is_long(lasting_s, step_s, round_s, keep=resting):
+    if _is_long(lasting_s, step_s, round_s, resting=resting):
         wanted = min(lasting_s / (BUSY_SHARE * round_s), MOST_EVERY)
         if resting and (previous.every - 1) * (1 - _KEEP) < wanted <= previous.every * (1 + _KEEP):
             return previous, f"trading in one round of {previous.every}, as before: {times}"
@@ -98,15 +98,20 @@ def choose(links: Links, step_s: float, round_s: float | None, *, previous: Turn
         return Turns(every, round + every - 1), f"trading in one round of {every}: {times}"
     if resting and not previous.has(round - 1):  # nothing new was learned since
         return previous, f"trading in one round of {previous.every}, as before: {times}"
-    if _is_long(latest_s, step_s, round_s, keep=False):
+    if _is_long(latest_s, step_s, round_s, resting=False):
         return Turns(2, round + 1), f"not trading for a round: {times}; the next one tells whether that lasts"
     return Turns(), f"trading in every round: {times}"
 
 
-def _is_long(exchange_s: float, step_s: float, round_s: float, *, keep: bool) -> bool:
-    """Whether an exchange is too long for a round; `keep`: by a tenth of a round less, as it was before."""
-    limit = 1 - _KEEP if keep else 1.0
-    return exchange_s + step_s > limit * round_s and exchange_s > limit * BUSY_SHARE * round_s
+def _is_long(exchange_s: float, step_s: float, round_s: float, *, resting: bool) -> bool:
+    """Whether an exchange is too long for a round: by a tenth at first, and as long as no step has room beside it.
+
+    Where all links are slow, under overlap, a round is as long as an exchange: then nobody's is longer than it.
+    """
+    whole_s = exchange_s + step_s
+    if resting:
+        return whole_s > round_s and exchange_s > BUSY_SHARE * round_s
+    return whole_s > (1 + _KEEP) * round_s and exchange_s > round_s
 
 
 def least_exchange_s(its: Turns, round_s: float | None) -> float:
