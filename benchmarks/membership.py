@@ -2,7 +2,7 @@
 
     python -m benchmarks.membership [--quick] [--json FILE] [--strict]
 
-CPU: synthetic members with keys and signatures of their own, held by one store that answers for all three holders, and
+CPU: synthetic members with keys and signatures of their own, held by one store that answers for all holders, and
 read from it as a member does: questions and answers as bytes, then length, signature, schema. "first look" is a
 newcomer's, when every signature is new; "later look" is one after a pause as long as in a run of that size, in which
 some members renewed their records. A look checks about `MOST_CHECKS` signatures; how many looks it takes to read all is
@@ -42,7 +42,7 @@ from peers.record_line import RecordLine
 from peers.record_log import Page
 from peers.record_store import RecordStore
 from peers.record_wire import Ask, decode_ask, decode_page, encode_ask, encode_page
-from peers.roll import MOST_CHECKS, Roll
+from peers.roll import HOLDERS, MOST_CHECKS, Roll
 
 LIMIT_1000_S = 0.1
 LIMIT_100000_S = 2.0
@@ -57,7 +57,7 @@ _COUNTERS = Path("/proc/self/net/dev")
 _SEEN_S = 60.0
 _NAMESPACE = ["unshare", "--user", "--map-root-user", "--net"]
 
-_HOLDERS = "one", "two", "three"
+_HOLDERS = tuple(f"holder-{number}" for number in range(HOLDERS))
 
 
 def main() -> int:
@@ -139,14 +139,14 @@ class Reading:
             ("first look", self.first_s),
             (f"longest of the {self.looks} looks to read all", self.longest_s),
             (f"later look, {self.renewed:,} renewed", self.later_s),
-            ("answering that look, three holders", self.answer_s),
+            ("answering that look, all holders", self.answer_s),
             ("longest stall of the event loop", self.stall_s),
         ):
             yield f"{f'{self.members:,}: {what}':60}{1e3 * value:10.1f} ms"
 
 
 class _Holders:
-    """Three holders in one store; counts the CPU seconds of their answers."""
+    """All holders in one store; counts the CPU seconds of their answers."""
 
     def __init__(self, store: RecordStore) -> None:
         self.validator = RecordValidator(max_life_s=2 * _LIFE_S, clock=time.time)

@@ -12,11 +12,11 @@ from peers.record import Checked, Member, RecordValidator, unseal
 from peers.record_line import OwnRecord, RecordLine
 from peers.record_log import Change
 
-HOLDERS = 3
+HOLDERS = 5
 """A record is brought to, and looked for at, so many nodes."""
 MOST_CHECKS = 1024
 """About so many signatures are checked in one look, 0.1 ms each; what is left is read in the next."""
-_MOST_TRIES = 8
+_MOST_TRIES = 10
 _MOST_BROUGHT = 2
 _AT_ONCE = 16
 _PIECE = 64

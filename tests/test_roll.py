@@ -84,9 +84,9 @@ class Watcher:
 
 
 class Swarm:
-    """Five holders that serve, and watchers of them."""
+    """Two holders more than are asked, and watchers of them."""
 
-    names = ("h0", "h1", "h2", "h3", "h4")
+    names = tuple(f"h{number}" for number in range(HOLDERS + 2))
 
     def __init__(self) -> None:
         self.network = PipeNetwork()
@@ -234,7 +234,7 @@ async def test_a_record_that_is_refused_is_not_brought_again_until_it_is_renewed
         record = own(PEOPLE[0], life_s=life_s)
         for _ in range(3):
             assert await a.look(record) == HOLDERS
-    assert [store.validator.rejected.total() for store in swarm.stores.values()] == [2, 2, 2, 0, 0]
+    assert [store.validator.rejected.total() for store in swarm.stores.values()] == [2] * HOLDERS + [0, 0]
     assert not a.view
     await a.look(own(PEOPLE[0]))
     assert PEOPLE[0].peer_id in a.view
