@@ -28,7 +28,7 @@ from gasloc import corpus, inner, mixing, model, sampler, topology
 from gasloc.outer import OuterStep, make_outer
 from gasloc.recipe import Recipe
 from peers import codec as codecs
-from peers import quantize
+from peers import compiled, quantize
 from peers.codec import CODECS, CodecName
 from peers.exchange import Answer, Offer, Slot, Tensors
 from peers.modular import PIECE_ELEMENTS
@@ -232,6 +232,7 @@ def main() -> int:
                 weights = topology.row(name, round=round_, members=list(states), me=peer, seed=recipe.seed)
                 pairs += [(states[peer], states[other]) for other in weights if other != peer]
         rows += [measure(name, codec, pairs) for codec in CODECS]
+    print(f"codes are made {compiled.prepare()}")
     rates = speeds(*pairs[0], options.repeats)
     parameters = sum(tensor.numel() for tensor in pairs[0][0].phi.values())
     print(f"{parameters:,} parameters, {options.workers} workers, the last {options.kept_rounds} of {rounds}")
