@@ -102,8 +102,8 @@ class Trainer:
             batch_size=recipe.inner.batch_size,
             context_length=recipe.model.context_length,
         )
-        self._loss_sum = 0.0
-        self._loss_count = 0
+        self._losses: dict[int, tuple[float, int]] = {}
+        """Their sum and count by round, of rounds whose end is not told yet: under overlap the next has begun then."""
         self._evaluated_round = -1
         self.resumed = self._resume()
         if swarm is not None:
@@ -129,7 +129,7 @@ class Trainer:
         """
         self._round_started = self._started = self._saved = time.monotonic()
         if self.optimizer.local_step == 0:
-            self._loss_sum, self._loss_count = 0.0, 0
+            self._losses.clear()
         if self._swarm is not None:
             self._swarm.train()
         try:
@@ -178,8 +178,8 @@ class Trainer:
         inner.clip(self.model, recipe.inner)
         self.step += 1
         self.tokens += inputs.numel()
-        self._loss_sum += value
-        self._loss_count += 1
+        total, count = self._losses.get(optimizer.round, (0.0, 0))
+        self._losses[optimizer.round] = total + value, count + 1
         optimizer.step()
         optimizer.zero_grad()
 
@@ -192,8 +192,9 @@ class Trainer:
     def _end_round(self, result: RoundResult) -> None:
         now = time.monotonic()
         seconds = max(now - self._round_started, 1e-9)
-        loss = self._loss_sum / self._loss_count if self._loss_count else math.nan
-        self._loss_sum, self._loss_count = 0.0, 0
+        told = [self._losses.pop(round) for round in list(self._losses) if round <= result.round]
+        count = sum(steps for _, steps in told)
+        loss = sum(total for total, _ in told) / count if count else math.nan
         config = self.recipe
         round_tokens = result.local_steps * config.inner.batch_size * config.model.context_length
         self._emit(
@@ -352,8 +353,8 @@ class Trainer:
                 "peer": self._peer_id,
                 "step": self.step,
                 "tokens": self.tokens,
-                "loss_sum": self._loss_sum,
-                "loss_count": self._loss_count,
+                "loss_sum": sum(total for total, _ in self._losses.values()),
+                "loss_count": sum(count for _, count in self._losses.values()),
                 "evaluated_round": self._evaluated_round,
                 "optimizer": state["meta"],
             },
@@ -380,6 +381,7 @@ class Trainer:
         others = {name: tensor for name, tensor in found.tensors.items() if not name.startswith("model/")}
         self.model.load_state_dict(weights)
         self.optimizer.load_state_dict({"meta": optimizer_meta, "tensors": others})
-        self.step, self.tokens, self._loss_sum, self._loss_count = step, tokens, loss_sum, loss_count
+        self.step, self.tokens = step, tokens
+        self._losses = {self.optimizer.round: (loss_sum, loss_count)} if loss_count else {}
         self._evaluated_round = evaluated_round
         return True
