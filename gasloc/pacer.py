@@ -115,9 +115,12 @@ class Pacer:
         return pacing.round_length_s(list(self._paces(own).values()), self._recipe.local_steps)
 
     def _lateness_s(self, own: Status, result: RoundResult, longest_s: float, round_s: float | None) -> float:
-        """How late this peer is for the next round. Under overlap nobody is waited for at once; a jump is to others."""
+        """How late this peer is for the next round: never where there is nobody else to be late for.
+
+        Under overlap nobody is waited for at once; a jump is to others.
+        """
         began, mine = self._planned or (result.round, Pace(0.0, 0.0))
-        if result.overlap_steps or result.next_round > began + 1:
+        if not self._others.training() or result.overlap_steps or result.next_round > began + 1:
             return 0.0
         if not mine.known:
             mine = Pace(own.step_time_s, 0.0)

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gasloc.pacer import Pacer
 from gasloc.recipe import Recipe, parse
@@ -170,3 +172,25 @@ def test_a_round_without_a_trade_tells_nothing_of_the_link() -> None:
     exchange_time_s, its = swarm.pacers[SLOW].count_round(before, ended(0, 18, {}, 0.0))
     assert exchange_time_s == 3.0
     assert its == Turns()
+
+
+class Nobody:
+    """The others that a peer sees that is alone."""
+
+    def training(self) -> Mapping[PeerId, Member]:
+        return {}
+
+    def turns(self, round: int) -> Mapping[PeerId, Turns]:
+        return {}
+
+
+@given(st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=8))
+def test_alone_a_peer_takes_the_recipes_steps_however_long_they_take(step_times_s: list[float]) -> None:
+    """There is nobody to be late for."""
+    pacer, status, steps = Pacer(recipe(), Nobody(), SLOW), Status(0, MemberState.TRAINING), 18
+    for round, step_time_s in enumerate(step_times_s):
+        before = replace(status, step_time_s=step_time_s)
+        exchange_time_s, its = pacer.count_round(before, ended(round, steps, {}, 0.0))
+        status = replace(before, round=round + 1, exchange_time_s=exchange_time_s)
+        steps, _ = pacer.local_steps(status, steps)
+        assert (steps, its) == (18, Turns())
