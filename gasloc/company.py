@@ -19,6 +19,9 @@ MOST_LEFT_OUT = 64
 FAR_EXCESS = 10.0
 """A partner that was clipped from so many radii counts as one that errs."""
 
+APART_S = 15.0
+"""Who traded with us less than this ago is where we are: what it published may be older, by seconds and many rounds."""
+
 _SILENT = frozenset({Answer.UNREACHABLE, Answer.TIMEOUT, Answer.BROKEN})
 
 
@@ -43,6 +46,10 @@ class Company:
         """Those that we cannot trade with, as neither they nor we can be dialled."""
         self._heard: dict[PeerId, int] = {}
         """The rounds that partners answered last."""
+        self._met: dict[PeerId, float] = {}
+        """When we traded with each last, by `time.monotonic`."""
+        self._since = time.monotonic()
+        """When this peer took the state that it goes on from."""
         self._offences = Offences()
         self.confirmation = Confirmation()
         """What partners say of the state that we downloaded."""
@@ -81,11 +88,25 @@ class Company:
 
     def rounds(self) -> list[int]:
         """The rounds that the other training members published or answered last."""
-        return [max(member.status.round, self._heard.get(peer, 0)) for peer, member in self.training().items()]
+        return list(self._rounds().values())
+
+    def rounds_apart(self, mine: int) -> list[int]:
+        """As `rounds`, for a peer in round `mine` that asks whether it went on without the others.
+
+        Whoever traded with us less than `APART_S` ago counts as in round `mine`, and so does everybody for so long
+        after this peer came, or took fresh state.
+        """
+        latest = time.monotonic() - APART_S
+        return [
+            mine if max(self._met.get(peer, self._since), self._since) > latest else round
+            for peer, round in self._rounds().items()
+        ]
 
     def take_note(self, swaps: Mapping[PeerId, Swap]) -> None:
         """Of how trades went: who erred, who is silent, and in which round a partner is."""
         for peer, swap in swaps.items():
+            if swap.answer is Answer.ACCEPT:
+                self._met[peer] = time.monotonic()
             if swap.at_fault:
                 self._count_offence(peer, swap.reason)
             if swap.answer in _SILENT:
@@ -119,12 +140,16 @@ class Company:
 
     def begin_anew(self, donors: Collection[PeerId]) -> None:
         """A state was taken from these donors: what was held against others by the one before counts no more."""
+        self._since = time.monotonic()
         self._offences = Offences()
         self.confirmation.begin(donors)
 
     def in_doubt(self) -> bool:
         """Whether our state waits to be confirmed, and there are enough others that could."""
         return self.confirmation.open and len(self.training()) >= LEAST_PARTNERS
+
+    def _rounds(self) -> dict[PeerId, int]:
+        return {peer: max(member.status.round, self._heard.get(peer, 0)) for peer, member in self.training().items()}
 
     def _count_offence(self, peer: PeerId, what: str) -> None:
         now = time.monotonic()

@@ -129,6 +129,10 @@ class GossipRounds:
         self._rollback.reasons.clear()
         self._restarts += 1
 
+    def step_back(self) -> None:
+        """After the state of an earlier round was taken: slots begin there anew."""
+        self._reached = None
+
     def _make_room(self, index: int, restarts: int) -> bool:
         """Takes what is under way of a fragment; all, where it will be waited for. False: a result led to a restart."""
         self._bound, self._tally.overlap_reason = self._choice.steps()

@@ -84,6 +84,9 @@ class LearnerRounds:
         self._exchange_s = 0.0
         self._rollback.reasons.clear()
 
+    def step_back(self) -> None:
+        """Nothing: a syncer's versions know no slots."""
+
     @torch.no_grad()
     def _take_merges(self) -> None:
         if not self._learner.arrived():

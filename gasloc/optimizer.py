@@ -243,12 +243,15 @@ class GaslocOptimizer(Optimizer):
     def load_snapshot(self, round: int, tensors: Tensors) -> None:
         """Takes over a state from `snapshot`: the model becomes the anchor, at the start of `round`.
 
-        The inner optimizer keeps its own moments. Exchanges under way are waited for and dropped. Raises `ModelError`
+        An earlier round than this replica's is gone through again; the network must be told, as `Swarm` does. The
+        inner optimizer keeps its own moments. Exchanges under way are waited for and dropped. Raises `ModelError`
         that names the first tensor that is missing, unknown, not finite or of another shape or dtype; nothing was
         changed then. To be called from the training thread.
         """
         self._state.check(tensors)
         self._rounds.drop()
+        if round < self.round:
+            self._rounds.step_back()
         self._state.load(round, tensors)
         self._progress.begin(round)
         self._rounds.restart()

@@ -39,6 +39,31 @@ def fall_in(mine: int, partners: Collection[int], stale_rounds: int) -> tuple[in
     return middle, f"{middle - mine} rounds behind the partners, within {stale_rounds}: trading in theirs, {middle}"
 
 
+def is_far_ahead(mine: int, others: Collection[int], stale_rounds: int) -> tuple[bool, str]:
+    """Whether a peer in round `mine` went on so far without the others that it will not meet them again, and why.
+
+    True where more than half of all members, this one included, are more than `stale_rounds` rounds behind `mine`.
+    As the others go on by the median, which a few ahead do not move, such a peer would stay ahead, and mix with
+    nobody; so it takes the swarm's round and state. Of two equal halves the one ahead stays, and the others jump
+    to it. Raises `ValueError` for `stale_rounds` below 1.
+    """
+    if stale_rounds < 1:
+        raise ValueError(f"stale_rounds is {stale_rounds}: it must be at least 1")
+    behind = [other for other in others if mine - other > stale_rounds]
+    if 2 * len(behind) <= len(others) + 1:
+        return False, f"{len(behind)} of {len(others)} others are more than {stale_rounds} rounds behind: no majority"
+    lead = mine - median_low(behind)
+    return True, f"{lead} rounds ahead of most others, more than {stale_rounds}: taking the swarm's state"
+
+
+def latest_in_step(others: Collection[int], stale_rounds: int) -> int | None:
+    """The latest round of a state that is in step with the others; None where nobody trains.
+
+    A later one is of a member that went on without them, see `is_far_ahead`.
+    """
+    return median_low(others) + stale_rounds if others else None
+
+
 def least_fresh(others: Collection[int], stale_rounds: int) -> int:
     """The earliest round of a state that is worth downloading: well within `stale_rounds` of the others' median.
 

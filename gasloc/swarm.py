@@ -161,7 +161,9 @@ class Swarm:
         self._wait(self._peer.enter(self.card, self._provide, codec=self.recipe.exchange.codec))
         self._wait(self._peer.membership.publish(self._status))
         source, reason = self._decide(replica.round)
-        size_bytes, self._earned = self._download(replica) if source is Source.DONOR else (0, replica.round)
+        size_bytes, self._earned = (
+            self._download(replica, not_before=replica.round) if source is Source.DONOR else (0, replica.round)
+        )
         self._serving = True
         self._status = replace(self._status, round=replica.round, state=MemberState.WAITING)
         self._wait(self._peer.membership.publish(self._status))
@@ -288,7 +290,9 @@ class Swarm:
         self._send_status()
 
     def catch_up(self) -> Entry | None:
-        """Downloads the swarm's state if the others are more than `stale_rounds` ahead; None if they are not.
+        """Downloads the swarm's state if the others are more than `stale_rounds` away; None if they are not.
+
+        That is, ahead by their median, or most of them behind: see `rounds.is_stale` and `rounds.is_far_ahead`.
 
         A learner also does where the syncer refused its report as too old, and a newcomer where most of its partners
         are far away from what its donor gave it (`gasloc.confirmation`).
@@ -298,19 +302,23 @@ class Swarm:
         """
         replica = self._replica
         assert replica is not None, "enter comes first"
-        mine = min(replica.round, self._earned)
-        stale, reason = rounds.is_stale(mine, self.others_rounds(), self.recipe.stale_rounds)
+        mine, others, limit = min(replica.round, self._earned), self.others_rounds(), self.recipe.stale_rounds
+        stale, reason = rounds.is_stale(mine, others, limit)
+        ahead, why_ahead = rounds.is_far_ahead(replica.round, self.company.rounds_apart(replica.round), limit)
         self._stale = stale
         refused = self._reporter.take_behind()
         opinion, why = self.company.confirmation.conclude()
+        not_before = replica.round
         if refused is not None:
             reason = refused
         elif opinion is Opinion.APART:
             reason = why
+        elif ahead and self.recipe.topology != "syncer":
+            reason, not_before = why_ahead, 0
         elif not stale:
             return None
         started = time.monotonic()
-        size_bytes, self._earned = self._download(replica)
+        size_bytes, self._earned = self._download(replica, not_before=not_before)
         self._stale, _ = rounds.is_stale(self._earned, self.others_rounds(), self.recipe.stale_rounds)
         self._status = replace(self._status, round=replica.round)
         self._send_status()
@@ -359,10 +367,10 @@ class Swarm:
             if self._stop.wait(0.3):
                 raise concurrent.futures.CancelledError
 
-    def _download(self, replica: Replica) -> tuple[int, int]:
+    def _download(self, replica: Replica, *, not_before: int) -> tuple[int, int]:
         """Takes over the state of donors; returns its size in bytes and its round.
 
-        The replica's own round never falls: the slots of earlier ones are used up.
+        The replica's round becomes that of the state, or `not_before`: slots of earlier rounds are used up.
         """
         told = queue.SimpleQueue[Progress]()
 
@@ -372,9 +380,11 @@ class Swarm:
                 if self.on_download is not None:
                     self.on_download(progress)
 
+        others = self.others_rounds()
         fetch = self._peer.fetch_state(
             without=self.company.confirmation.doubtful() if self.company.in_doubt() else (),
-            least_round=rounds.least_fresh(self.others_rounds(), self.recipe.stale_rounds),
+            least_round=rounds.least_fresh(others, self.recipe.stale_rounds),
+            latest_round=rounds.latest_in_step(others, self.recipe.stale_rounds),
             ask=DONORS_ASKED if self.recipe.topology in ("all-to-all", "syncer") else 1,
             limit_bytes=STATE_SIZES * size_of(replica.snapshot()[1]) + _STATE_MARGIN_BYTES,
             on_progress=told.put,
@@ -383,7 +393,10 @@ class Swarm:
             snapshot = self._thread.call(fetch, stop=self._stop, meanwhile=tell)
         finally:
             tell()
-        replica.load_snapshot(max(snapshot.round, replica.round), snapshot.tensors)
+        before = replica.round
+        replica.load_snapshot(max(snapshot.round, not_before), snapshot.tensors)
+        if replica.round < before:
+            self._wait(self._peer.exchange.step_back())
         if self.recipe.topology != "syncer":
             self.company.begin_anew(snapshot.donors)
         return size_of(snapshot.tensors), snapshot.round

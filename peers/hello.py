@@ -194,7 +194,7 @@ class Stage(Enum):
 class Place:
     """Which slots a peer has reached, and its stage in each that is not passed.
 
-    Rounds and mixes only grow; phases of one mix come in any order.
+    Rounds and mixes only grow until `step_back`; phases of one mix come in any order.
     """
 
     def __init__(self) -> None:
@@ -217,6 +217,15 @@ class Place:
             self._began_s = now_s
         self._stages.setdefault(slot.phase, Stage.WAITING)
         self.latest = slot
+
+    def step_back(self) -> None:
+        """Forgets where it was: the state of an earlier round was taken, and that round is gone through again.
+
+        What was traded in it before went over streams that have ended, so none of it can be taken for new.
+        """
+        self.latest = None
+        self._stages.clear()
+        self._round_s = None
 
     def enter(self, slot: Slot, stage: Stage) -> None:
         """Tells the stage in a slot that was reached; without effect once it is passed."""

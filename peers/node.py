@@ -275,6 +275,7 @@ class Peer:
         self,
         *,
         least_round: int = 0,
+        latest_round: int | None = None,
         without: Collection[PeerId] = (),
         ask: int = 4,
         limit_bytes: int = MAX_STATE_BYTES,
@@ -282,13 +283,13 @@ class Peer:
     ) -> Snapshot:
         """The whole state from syncers, or else from members that train, those with the highest round first.
 
-        Nobody in `without` is asked.
+        Nobody in `without` is asked, and those past `latest_round` come last: they went on without the others.
         The arguments, and how long it may take: see `peers.download.fetch_state`. Raises `NoDonorError` that says
         why nobody could give it.
         """
         assert self._card is not None, "enter() comes first"
         reasons = []
-        for donors in self._donors(without):
+        for donors in self._donors(without, latest_round):
             try:
                 return await download.fetch_state(
                     self._transport,
@@ -347,7 +348,7 @@ class Peer:
         member = self.membership.members().get(peer)
         return member is None or member.reachable
 
-    def _donors(self, without: Collection[PeerId]) -> list[list[PeerId]]:
+    def _donors(self, without: Collection[PeerId], latest_round: int | None) -> list[list[PeerId]]:
         """Syncers, then those that train; each by preference. Never one that joins: it may have no state yet."""
         assert self._card is not None
         others = [
@@ -356,10 +357,11 @@ class Peer:
             if peer != self.peer_id and peer not in without and member.digest == self._card.digest
         ]
 
-        def order(member: Member) -> tuple[bool, int, bytes]:
+        def order(member: Member) -> tuple[bool, bool, int, bytes]:
             # between equals each newcomer has an order of its own, so that they do not all ask the same donor
             mixed = hashlib.sha256(f"{self.peer_id} {member.peer_id}".encode()).digest()
-            return (not member.reachable, -member.status.round, mixed)
+            apart = latest_round is not None and member.status.round > latest_round
+            return (apart, not member.reachable, -member.status.round, mixed)
 
         tiers = []
         for states in ({MemberState.MERGING}, {MemberState.TRAINING, MemberState.WAITING}):

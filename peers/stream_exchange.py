@@ -93,6 +93,10 @@ class StreamExchange:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def step_back(self) -> None:
+        """The next slot may be of any round: see `peers.hello.Place.step_back`. Not while a swap is under way."""
+        self._rendezvous.place.step_back()
+
     async def swap(self, slot: Slot, offers: Mapping[PeerId, Offer], *, timeout_s: float) -> dict[PeerId, Swap]:
         """Trades with every partner in `offers`; see `Exchange.swap`.
 

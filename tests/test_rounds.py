@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gasloc.rounds import fall_in, is_stale, least_fresh, next_round
+from gasloc.rounds import fall_in, is_far_ahead, is_stale, latest_in_step, least_fresh, next_round
 
 ROUNDS = st.integers(0, 10_000)
 
@@ -113,3 +113,44 @@ def test_nobody_falls_back_and_nobody_too_old_falls_in(mine: int, partners: list
 def test_a_state_worth_downloading_is_well_within_the_limit(others: list[int], limit: int, least: int) -> None:
     assert least_fresh(others, limit) == least
     assert not is_stale(least, others, limit)[0]
+
+
+@pytest.mark.parametrize(
+    ("mine", "others", "far"),
+    [
+        (100, [], False),
+        (100, [90], False),  # of two the one behind jumps
+        (100, [90, 90], True),
+        (100, [95, 95, 95], False),  # within the limit of 5
+        (100, [94, 94, 94], True),
+        (100, [90, 90, 100], False),  # half and half: those behind jump
+        (100, [90, 90, 90, 100], True),
+        (100, [90, 90, 100, 100], False),
+        (100, [0, 100, 100, 100], False),  # one that is slow, or lies, moves nobody
+    ],
+)
+def test_is_far_ahead(mine: int, others: list[int], far: bool) -> None:
+    found, reason = is_far_ahead(mine, others, 5)
+    assert found == far
+    assert ("taking the swarm's state" in reason) == far
+
+
+def test_is_far_ahead_needs_a_limit() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        is_far_ahead(3, [1], 0)
+
+
+@given(st.lists(st.integers(0, 1000), min_size=2, max_size=12), st.integers(1, 9))
+def test_a_swarm_whose_members_went_on_apart_comes_together(start: list[int], limit: int) -> None:
+    """Each in its turn goes on by one, jumps, or takes the state of one that is in step."""
+    mine = list(start)
+    for _ in range(2 * len(mine) + 2):
+        for index in range(len(mine)):
+            others = mine[:index] + mine[index + 1 :]
+            latest = latest_in_step(others, limit)
+            assert latest is not None
+            if is_far_ahead(mine[index], others, limit)[0] or is_stale(mine[index], others, limit)[0]:
+                mine[index] = max(other for other in others if other <= latest)
+            else:
+                mine[index], _ = next_round(mine[index], others)
+    assert max(mine) - min(mine) <= limit + 1
