@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(
         "RELAYED" not in os.environ,
-        reason="in 3 of 11 runs the relayed download broke off, for a reason not found yet; RELAYED=1 runs it",
+        reason="in 3 of 10 runs the relayed download broke off, for a reason not found yet; RELAYED=1 runs it",
     ),
 ]
 
