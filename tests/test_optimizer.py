@@ -358,7 +358,8 @@ def test_a_peer_behind_the_others_takes_their_round_and_publishes_it_in_the_resu
 
 
 @pytest.mark.parametrize("overlap", ["off", 2])
-def test_slots_never_go_back_even_where_a_state_of_an_earlier_round_is_taken(overlap: Literal["off"] | int) -> None:
+@pytest.mark.parametrize("begin", [4, 10])
+def test_slots_only_grow_until_a_state_of_an_earlier_round_is_taken(overlap: Literal["off"] | int, begin: int) -> None:
     slots: list[Slot] = []
 
     @dataclass
@@ -374,12 +375,18 @@ def test_slots_never_go_back_even_where_a_state_of_an_earlier_round_is_taken(ove
     optimizer = GaslocOptimizer(adamw(model), model, network=Recording(), local_steps=3, fragments=3, overlap=overlap)
     _, early = optimizer.snapshot()
     train(model, optimizer, range(7))
-    optimizer.load_snapshot(4, early)
+    assert optimizer.round == 10
+    optimizer.load_snapshot(begin, early)
+    before = len(slots)
     train(model, optimizer, range(7))
     optimizer.take_outcomes()
     assert len(slots) >= 12
-    assert slots == sorted(slots)
-    assert len(set(slots)) == len(slots)
+    assert slots[:before] == sorted(slots[:before])
+    assert slots[before:] == sorted(slots[before:])
+    assert slots[before].round == (4 if begin == 4 else 11), "a part of round 10 was exchanged already"
+    assert (slots == sorted(slots)) == (begin == 10)
+    assert len(set(slots[:before])) == before
+    assert len(set(slots[before:])) == len(slots) - before
 
 
 def test_distance_is_how_far_mixing_moved_a_peer_relative_to_its_own_parameters() -> None:
