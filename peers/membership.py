@@ -38,8 +38,8 @@ _log = logging.getLogger(__name__)
 def look_pause_s(members: int, refresh_s: float) -> float:
     """How long to wait between two looks at so many members' records, seconds.
 
-    A look reads what is new, from three nodes. With more than `_SEEN_AT_ONCE` members the pause grows with them, up to
-    two and a half times `refresh_s`: these nodes answer everybody.
+    A look reads what is new, from the nodes that hold them. With more than `_SEEN_AT_ONCE` members the pause grows
+    with them, up to two and a half times `refresh_s`: these nodes answer everybody.
     """
     return refresh_s * min(max(1.0, members / _SEEN_AT_ONCE), 2.5)
 
