@@ -205,7 +205,8 @@ class Worker:
     def _lateness_s(self, traffic: Traffic, steps: int, next_round: int, round_s: float | None) -> float:
         """How late it is for the next round; as `gasloc.pacer.Pacer`."""
         began, own = self._planned or (next_round - 1, pacing.Pace(0.0, 0.0))
-        if traffic.overlap_steps or next_round > began + 1:
+        alone = all(worker is self for worker in self.world.training())
+        if alone or traffic.overlap_steps or next_round > began + 1:
             return 0.0
         if not own.known:
             own = pacing.Pace(self.conditions.step_time_s, 0.0)
