@@ -18,6 +18,10 @@ MOST_CHECKS = 1024
 """About so many signatures are checked in one look, 0.1 ms each; what is left is read in the next."""
 _MOST_TRIES = 10
 _MOST_BROUGHT = 2
+MOST_PAGES = 32
+"""So many pages are read from one holder in one look, three times what may be checked; the rest in the next."""
+_MOST_PAGES_S = 4.0
+"""A slow holder is read for so long in one look; less than what a look may take, so that it keeps nothing from it."""
 _AT_ONCE = 16
 _PIECE = 64
 _MOST_LINES = 16
@@ -94,13 +98,16 @@ class Roll:
 
     async def _ask(self, holder: PeerId, look: _Look) -> bool:
         line = self._lines.setdefault(holder, self._dht.line(self._key, holder))
-        brought = 0
+        brought = pages = 0
+        until = asyncio.get_running_loop().time() + _MOST_PAGES_S
         try:
             while True:
                 brought += line.lacks(look.own)
                 page = await line.read(look.own)
                 await self._take(page.changes, line, look)
-                on = page.more and look.checks_left > 0
+                pages += 1
+                in_time = pages < MOST_PAGES and asyncio.get_running_loop().time() < until
+                on = page.more and look.checks_left > 0 and in_time
                 if not on and (brought >= _MOST_BROUGHT or not line.lacks(look.own)):
                     return True
         except DaemonError as error:  # says nothing about the holder; whether p2pd comes back is the keeper's affair

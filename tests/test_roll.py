@@ -20,7 +20,7 @@ from peers.record_line import OwnRecord, RecordLine
 from peers.record_log import Change, Page
 from peers.record_store import RecordStore
 from peers.record_wire import Ask
-from peers.roll import HOLDERS, MOST_CHECKS, Roll
+from peers.roll import HOLDERS, MOST_CHECKS, MOST_PAGES, Roll
 
 NAME = "gasloc/tiny/members"
 KEY = key_bytes(NAME)
@@ -211,6 +211,47 @@ async def test_a_liar_among_the_holders_is_not_believed_and_hides_nobody(swarm: 
     assert a.view[good.peer].expires == good.expires
     assert a.holding.validator.rejected.total() >= len(lies)
     assert len(asked) <= MOST_CHECKS, "endless pages end with what may be checked in one look"
+
+
+async def test_endless_pages_of_what_is_known_already_end_a_look_after_so_many(swarm: Swarm) -> None:
+    a, b = swarm.watcher("a"), swarm.watcher("b")
+    good = own(PEOPLE[0])
+    await b.look(good)
+    await a.look()
+    known = (Change.of(good.peer, good.record, good.expires),)
+    swarm.network.leave("h0")
+    asked: list[Ask] = []
+
+    def flood(ask: Ask) -> Page:
+        asked.append(ask)
+        return Page(b"endless.", len(asked), known, more=True, held=True)
+
+    await RecordDesk(swarm.network.join("h0"), flood).start()
+    for look in range(1, 3):
+        late = own(PEOPLE[look])
+        await b.look(late)
+        asked.clear()
+        assert await a.look() == HOLDERS
+        assert late.peer in a.view, "the others are heard"
+        assert len(asked) == MOST_PAGES
+    assert not a.holding.forgotten, "an honest holder may have as much to tell"
+
+
+async def test_a_slow_holder_is_read_for_some_seconds_of_a_look(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peers.roll._MOST_PAGES_S", 0.0)
+    a = swarm.watcher("a")
+    a.holding.names = ["h0"]
+    swarm.network.leave("h0")
+    asked: list[Ask] = []
+
+    def slow(ask: Ask) -> Page:
+        asked.append(ask)
+        return Page(b"slow....", len(asked), more=len(asked) < 5)
+
+    await RecordDesk(swarm.network.join("h0"), slow).start()
+    for look in range(1, 4):
+        assert await a.look() == 1
+        assert [ask.number for ask in asked] == list(range(look)), "the next look reads on"
 
 
 async def test_a_look_checks_so_many_signatures_and_the_next_looks_the_rest(swarm: Swarm) -> None:
