@@ -305,7 +305,9 @@ class _SyncerPeer:
         self._saved = time.monotonic()
         seconds = self._saved - started
         self._interval_s = max(CHECKPOINT_INTERVAL_S, seconds / CHECKPOINT_SHARE)
-        self._events.emit(CheckpointSaved(path=str(path), round=self._syncer.round, step=0, seconds=seconds))
+        # what was saved: learners' reports may have moved the round on while it was written
+        saved_round = int(state["meta"]["round"])
+        self._events.emit(CheckpointSaved(path=str(path), round=saved_round, step=0, seconds=seconds))
 
     def _resume(self) -> bool:
         found = checkpoint.load_latest(self._folder.checkpoints_path, digest=self._recipe.digest)
