@@ -10,13 +10,15 @@ Two processes on 127.0.0.1 hold 32 times 2^20 float32 parameters each, near each
 - a bare full-duplex p2pd binary stream of hivemind's, moving as many bytes over the same p2pd; nothing is checked.
 - `torch.distributed` gloo all-reduce of the same pair: no encryption, no p2pd.
 
-A time is that of the slower side; the table shows medians. CPU is that of all processes of the pair together.
+The order differs from one repeat to the next. A time is that of the slower side; the table shows medians. CPU is that
+of all processes of the pair together.
 """
 
 import argparse
 import contextlib
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -173,7 +175,7 @@ def run(parameters: int, repeats: int, chosen: Sequence[tuple[str, str]]) -> lis
     cases = [Case(kind, name) for kind, name in chosen]
     with pairs(parameters, list(dict.fromkeys(kind for kind, _ in chosen))) as started:
         for repeat in range(repeats + 1):
-            for case in cases:
+            for case in _in_turn(cases, repeat):
                 started[case.kind].measure(case)
             sys.stderr.write(f"\r{repeat} of {repeats}")
         sys.stderr.write("\n")
@@ -181,6 +183,13 @@ def run(parameters: int, repeats: int, chosen: Sequence[tuple[str, str]]) -> lis
         for times in (case.seconds, case.mixed_seconds, case.cpu_seconds):
             del times[0]
     return cases
+
+
+def _in_turn(cases: Sequence[Case], repeat: int) -> list[Case]:
+    """The cases in another order each time: the first that a pair does after others' work finds it cold."""
+    turn = list(cases)
+    random.Random(repeat).shuffle(turn)
+    return turn
 
 
 def table(cases: Sequence[Case], payload_bytes: int) -> Iterator[str]:
