@@ -11,6 +11,7 @@ network. The two sides take turns, so that a busy machine slows both; the best t
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -116,8 +117,8 @@ def overhead(text: Corpus, repeats: int) -> None:
     ):
         plain_s, simulated_s = best_of(
             repeats,
-            lambda recipe=recipe: plain_loops(recipe, text),
-            lambda recipe=recipe: simulated(recipe, text),
+            partial(plain_loops, recipe, text),
+            partial(simulated, recipe, text),
         )
         ratio = simulated_s / plain_s
         size = model.parameter_count(recipe.model)
@@ -131,8 +132,8 @@ def crossing(text: Corpus, repeats: int) -> None:
         recipe = recipe_of(dim, context_length, batch_size, rounds=1)
         looped_s, stacked_s = best_of(
             repeats,
-            lambda recipe=recipe: simulated(recipe, text, batched=False),
-            lambda recipe=recipe: simulated(recipe, text, batched=True),
+            partial(simulated, recipe, text, batched=False),
+            partial(simulated, recipe, text, batched=True),
         )
         size = model.parameter_count(recipe.model)
         work = size * batch_size * context_length

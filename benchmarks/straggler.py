@@ -1,14 +1,16 @@
 """One of 8 peers on a thin link: does anybody wait for it? Real p2pd, network namespaces, links shaped by `tc`.
 
-    python -m benchmarks.straggler [--quick] [--plot FILE] [--json FILE] [--strict]
+    python -m benchmarks.straggler [--quick] [--thin-share SHARE] [--overlap auto] [--plot FILE] [--json FILE]
+        [--strict]
 
 Needs root; makes its namespaces itself and removes them, also when interrupted, and those of a killed run before.
 
 8 peers, a process each, in 8 namespaces on one bridge. Every link carries 40 Mbit/s each way; the straggler's, where
-there is one, a tenth of it. All train one small byte-level decoder with `GaslocOptimizer`. A local step is paced to
-a fixed length, so that the machine's cores are no bottleneck: the CPU that it took is shown. Two runs, `2-peer` and
-all-to-all (DiLoCo), each from the same weights, in phases that alternate: with the straggler, without, with it again.
-The first 5 rounds after each change, in which pacing settles, do not count.
+there is one, a tenth of it, or another share: at a thirtieth an exchange takes longer than a round. All train one
+small byte-level decoder with `GaslocOptimizer`. A local step is paced to a fixed length, so that the machine's cores
+are no bottleneck: the CPU that it took is shown. Two runs, `2-peer` and all-to-all (DiLoCo), each from the same
+weights, in phases that alternate: with the straggler, without, with it again. The first 5 rounds after each change, in
+which pacing settles, do not count.
 
 A round's time is from the end of the round before, exchange and all. Of each peer the median and the mean (its time
 over its rounds, in which no late round is lost) are taken; of peers the median.
@@ -57,6 +59,15 @@ def recipe(topology: str, overlap: str) -> Words:
 
 
 @dataclass(frozen=True, slots=True)
+class Conditions:
+    """What all phases of all runs have in common."""
+
+    overlap: str
+    thin_share: float
+    """Of the bandwidth, what the straggler's link has."""
+
+
+@dataclass(frozen=True, slots=True)
 class Phase:
     """A span of a run in which links stayed as they were."""
 
@@ -99,12 +110,18 @@ class Host:
         self.child = home.start([*lan.inside(number), sys.executable, "-m", "benchmarks.straggler_peer", str(own)])
 
 
-def run(lan: Lan, hosts: Sequence[Host], topology: str, overlap: str, plan: Sequence[tuple[bool, int]]) -> Run:
+def run(
+    lan: Lan,
+    hosts: Sequence[Host],
+    topology: str,
+    conditions: Conditions,
+    plan: Sequence[tuple[bool, int]],
+) -> Run:
     """Trains through phases: with the straggler or without, for so many rounds of most peers."""
-    _set_links(lan, thin=False)
+    _set_links(lan, None)
     for host in hosts:
         host.child.reports.clear()
-    begin = {"do": "open", "recipe": recipe(topology, overlap), "step_s": STEP_S}
+    begin = {"do": "open", "recipe": recipe(topology, conditions.overlap), "step_s": STEP_S}
     ids: dict[str, int] = {}
     peers: list[str] = []
     for host in hosts:
@@ -119,12 +136,12 @@ def run(lan: Lan, hosts: Sequence[Host], topology: str, overlap: str, plan: Sequ
         host.child.ask({"do": "enter", "count": PEERS})
     for host in hosts[1:]:
         host.child.answer()
-    _set_links(lan, thin=plan[0][0])
+    _set_links(lan, conditions.thin_share if plan[0][0] else None)
     for host in hosts:
         host.child.ask({"do": "train"})
     began_s = time.monotonic()
     phases = [
-        _phase(lan, hosts, thin, rounds, f"{topology}, phase {n + 1} of {len(plan)}")
+        _phase(lan, hosts, conditions.thin_share if thin else None, rounds, f"{topology}, phase {n + 1} of {len(plan)}")
         for n, (thin, rounds) in enumerate(plan)
     ]
     for host in hosts:
@@ -136,8 +153,8 @@ def run(lan: Lan, hosts: Sequence[Host], topology: str, overlap: str, plan: Sequ
     )
 
 
-def _phase(lan: Lan, hosts: Sequence[Host], thin: bool, rounds: int, title: str) -> Phase:
-    _set_links(lan, thin=thin)
+def _phase(lan: Lan, hosts: Sequence[Host], thin_share: float | None, rounds: int, title: str) -> Phase:
+    _set_links(lan, thin_share)
     began_s, before = time.monotonic(), sum(host.child.cpu_s() for host in hosts)
     psutil.cpu_percent()
     known = {host.number: len(host.child.reports) for host in hosts}
@@ -151,12 +168,13 @@ def _phase(lan: Lan, hosts: Sequence[Host], thin: bool, rounds: int, title: str)
     ended_s = time.monotonic()
     cores = psutil.cpu_count() or 1
     share = (sum(host.child.cpu_s() for host in hosts) - before) / (ended_s - began_s) / cores
-    return Phase(thin, began_s, ended_s, share, psutil.cpu_percent() / 100)
+    return Phase(thin_share is not None, began_s, ended_s, share, psutil.cpu_percent() / 100)
 
 
-def _set_links(lan: Lan, *, thin: bool) -> None:
+def _set_links(lan: Lan, thin_share: float | None) -> None:
+    """`thin_share`: of the bandwidth, what the straggler's link has; None: there is no straggler."""
     for number in range(1, PEERS + 1):
-        lan.shape(number, MBIT_PER_S * (THIN_SHARE if thin and number == STRAGGLER else 1.0))
+        lan.shape(number, MBIT_PER_S * (thin_share if thin_share and number == STRAGGLER else 1.0))
 
 
 def _round(peer: int, words: Words, ids: dict[str, int]) -> PeerRound:
@@ -278,7 +296,7 @@ def judge(rows: Sequence[Figures]) -> list[Bar]:
     return [Bar(name, ratio(rows, "2-peer", what), 1.05, at_least=False) for name, what in names.items()]
 
 
-def plot(path: Path, runs: Sequence[Run], loss: float) -> None:
+def plot(path: Path, runs: Sequence[Run], loss: float, thin_share: float) -> None:
     """Loss against wall-clock, in the phase under the straggler that comes first."""
     import matplotlib as mpl
 
@@ -302,7 +320,7 @@ def plot(path: Path, runs: Sequence[Run], loss: float) -> None:
         )
     axes.set_ylim(loss - 0.1, loss + 1.0)  # the first round falls far, and tells nothing apart
     axes.axhline(loss, color="grey", linewidth=0.8, linestyle=":")
-    axes.set_xlabel(f"seconds; one of {PEERS} links at {THIN_SHARE:.0%} of {MBIT_PER_S:g} Mbit/s")
+    axes.set_xlabel(f"seconds; one of {PEERS} links at {thin_share:.0%} of {MBIT_PER_S:g} Mbit/s")
     axes.set_ylabel("validation loss, nats per byte, mean over peers")
     axes.legend(frameon=False)
     axes.grid(alpha=0.3)
@@ -318,13 +336,20 @@ def first_curve(run: Run) -> list[tuple[float, float]]:
     return straggler_figures.loss_curve(rounds, run.began_s)
 
 
-def measure(plans: Mapping[str, Sequence[tuple[bool, int]]], overlap: str) -> list[Run]:
+def measure(plans: Mapping[str, Sequence[tuple[bool, int]]], conditions: Conditions) -> list[Run]:
     """Makes the network and runs the topologies over it, one after another."""
     with Lan(PEERS, prefix=_PREFIX) as lan, nursery("straggler") as home:
         hosts = [Host(lan, number, home) for number in range(1, PEERS + 1)]
         for host in hosts:
             host.child.answer()
-        return [run(lan, hosts, topology, overlap, plan) for topology, plan in plans.items()]
+        return [run(lan, hosts, topology, conditions, plan) for topology, plan in plans.items()]
+
+
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is no share of the bandwidth; give more than 0 and at most 1")
+    return share
 
 
 def main() -> int:
@@ -332,6 +357,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="fewer rounds: under 4 minutes")
     parser.add_argument("--overlap", choices=("off", "auto"), default="off", help="as in a recipe (off)")
+    parser.add_argument("--thin-share", type=_share, default=THIN_SHARE, help="of the bandwidth, the straggler's (0.1)")
     parser.add_argument("--plot", type=Path, help="draw loss against wall-clock there (PNG)")
     bars.add_options(parser)
     options = parser.parse_args()
@@ -348,7 +374,7 @@ def main() -> int:
     if options.quick:
         del plans["2-peer"][2]
     try:
-        runs = measure(plans, options.overlap)
+        runs = measure(plans, Conditions(options.overlap, options.thin_share))
     except KeyboardInterrupt:
         sys.stderr.write("\ninterrupted; nothing is left\n")
         return 130
@@ -378,10 +404,10 @@ def report(runs: Sequence[Run], options: argparse.Namespace) -> int:
     ]
     sys.stdout.write("\n".join(lines) + "\n")
     if options.plot:
-        plot(options.plot, runs, loss)
+        plot(options.plot, runs, loss, options.thin_share)
     written = {
         "mbit_per_s": MBIT_PER_S,
-        "thin_share": THIN_SHARE,
+        "thin_share": options.thin_share,
         "step_s": STEP_S,
         "discarded_rounds": DISCARD,
         "overlap": options.overlap,
