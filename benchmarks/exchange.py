@@ -186,7 +186,7 @@ def run(parameters: int, repeats: int, chosen: Sequence[tuple[str, str]]) -> lis
 
 
 def _in_turn(cases: Sequence[Case], repeat: int) -> list[Case]:
-    """The cases in another order each time: the first that a pair does after others' work finds it cold."""
+    """The cases in another order each time, so that none has always the same one before it."""
     turn = list(cases)
     random.Random(repeat).shuffle(turn)
     return turn
