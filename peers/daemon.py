@@ -10,8 +10,10 @@ import contextlib
 import logging
 import os
 import signal
+import tempfile
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Self
 
 from hivemind.p2p import P2P, PeerID
@@ -20,12 +22,13 @@ from hivemind.proto import p2pd_pb2
 from hivemind.utils.logging import use_hivemind_log_handler
 from hivemind.utils.multiaddr import Multiaddr
 
-from peers.address import Address, best_first
+from peers.address import Address, best_first, parse
+from peers.circuit import HOP_PROTOCOL, ask_limit
 from peers.direct import open_stream
-from peers.errors import DaemonError, UnreachableError
+from peers.errors import DaemonError, PeersError, UnreachableError
 from peers.exchange import PeerId
 from peers.identity import Identity
-from peers.p2pd import Plan, Role, check_free, orphans, plain_line, raw_peer_id, to_binary
+from peers.p2pd import RELAY_LIMIT, Plan, Role, check_free, orphans, plain_line, raw_peer_id, to_binary
 from peers.reasons import plain_reason, port_trouble
 from peers.sockets import Sockets, sweep
 
@@ -33,6 +36,9 @@ _START_S = 15.0
 _END_S = 3.0
 _ORPHAN_S = 10.0  # for the p2pd of a process of ours that was killed a moment ago
 _ANSWER_S = 5.0  # for what p2pd answers by itself, without the network
+_LIMIT_S = 10.0  # for what a relay on this machine answers another p2pd on it
+_MOST_RELAY_STARTS = 10
+_ONE_CORE_FROM = 5  # there p2pd's two relay services were ready in the right order in 60 of 60 starts
 
 _log = logging.getLogger(__name__)
 
@@ -175,6 +181,19 @@ class Daemon:
             raise UnreachableError(plain_reason(response.error.msg, timeout_s))
         return response, reader, writer
 
+    async def open(
+        self, peer: PeerId, protocol: str, timeout_s: float
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Opens a stream to a peer; p2pd knows where it is, or finds out. Raises as `ask` does."""
+        request = p2pd_pb2.Request(
+            type=p2pd_pb2.Request.STREAM_OPEN,
+            streamOpen=p2pd_pb2.StreamOpenRequest(
+                peer=raw_peer_id(peer), proto=[protocol], timeout=max(1, round(timeout_s))
+            ),
+        )
+        _, reader, writer = await self.ask(request, timeout_s)
+        return reader, writer
+
     async def close(self) -> None:
         """Ends p2pd and waits for it; removes its sockets. May be called twice, and after p2pd died."""
         if self._child.returncode is None:
@@ -209,13 +228,54 @@ class Daemon:
 
     async def _launch(self) -> None:
         """Raises `DaemonError`; nothing is left then."""
+        if self._plan.role is not Role.RELAY:
+            await self._launch_once({})
+            return
+        begun_with = self._plan
+        for number in range(_MOST_RELAY_STARTS):
+            await self._launch_once({} if number < _ONE_CORE_FROM else {"GOMAXPROCS": "1"})
+            try:
+                reason = await self._why_limited()
+            except BaseException:
+                await self.close()
+                raise
+            if not reason:
+                return
+            _log.debug("%s; starting p2pd again", reason)
+            await self.close()
+            self._plan, self.sockets = begun_with, Sockets()
+        raise DaemonError(f"p2pd did not become a relay in {_MOST_RELAY_STARTS} starts: {reason}; start it again")
+
+    async def _why_limited(self) -> str:
+        """Why our p2pd, a relay, does not carry as much as its plan says; empty where it does. See `circuit`.
+
+        Asks it through another p2pd, for that moment: none can ask itself. Raises `DaemonError`.
+        """
+        with tempfile.TemporaryDirectory(prefix="gasloc-relay-") as folder:
+            identity = Identity.load_or_create(Path(folder) / "identity.key")
+            asker = await type(self).start(identity, host="127.0.0.1", port=0, role=Role.VISITOR)
+            try:
+                await self.connect(parse((await asker.addresses())[0]), _LIMIT_S)
+                limit = await ask_limit(*await asker.open(self.peer_id, HOP_PROTOCOL, _LIMIT_S), _LIMIT_S)
+            except DaemonError:
+                raise
+            except PeersError as error:
+                return str(error)
+            finally:
+                await asker.close()
+        if limit == RELAY_LIMIT:
+            return ""
+        return f"it carries {limit.data_bytes} bytes and {limit.time_s} s a connection"
+
+    async def _launch_once(self, environment: dict[str, str]) -> None:
+        """Starts p2pd, with more in its environment. Raises `DaemonError`; nothing is left then."""
         if self._plan.port and self._plan.role is not Role.CLIENT:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_ORPHAN_S):
                     await _no_orphans(self._identity)
             check_free(self._plan.host, self._plan.port)
         sweep()
-        self._process = await self._spawn(self._plan.command(self._identity, self.sockets))
+        self._process = await self._spawn(self._plan.command(self._identity, self.sockets), environment)
         try:
             async with asyncio.timeout(_START_S):
                 await self._settle()
@@ -227,9 +287,9 @@ class Daemon:
             await self.close()
             raise
 
-    async def _spawn(self, words: list[str]) -> asyncio.subprocess.Process:
+    async def _spawn(self, words: list[str], more: dict[str, str]) -> asyncio.subprocess.Process:
         """Starts the program. Cancelled meanwhile, it ends it: the process may be there before we have hold of it."""
-        environment = dict(os.environ, GOLOG_LOG_LEVEL="warn", GOLOG_LOG_FMT="json")
+        environment = dict(os.environ, GOLOG_LOG_LEVEL="warn", GOLOG_LOG_FMT="json") | more
         spawning = asyncio.ensure_future(
             asyncio.create_subprocess_exec(
                 *words,

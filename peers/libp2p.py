@@ -14,7 +14,6 @@ from peers.daemon import Daemon
 from peers.direct import serve_streams
 from peers.errors import AddressError, UnreachableError
 from peers.exchange import PeerId
-from peers.p2pd import raw_peer_id
 from peers.transport import Handler
 
 _HEADER_S = 5.0
@@ -76,7 +75,7 @@ class Libp2pTransport:
         """
         deadline = time.monotonic() + timeout_s
         try:
-            return await self._open(peer, protocol, timeout_s)
+            return await self._daemon.open(peer, protocol, timeout_s)
         except UnreachableError as error:
             reason = error
         for address in self._published(peer):
@@ -85,7 +84,7 @@ class Libp2pTransport:
                 break
             try:
                 await self._daemon.connect(address, left_s)
-                return await self._open(peer, protocol, max(deadline - time.monotonic(), 0.0))
+                return await self._daemon.open(peer, protocol, max(deadline - time.monotonic(), 0.0))
             except UnreachableError as error:
                 reason = error
         raise reason
@@ -99,18 +98,6 @@ class Libp2pTransport:
             task.cancel()
         if self._streams:
             await asyncio.wait(self._streams, timeout=_CLOSE_S)
-
-    async def _open(
-        self, peer: PeerId, protocol: str, timeout_s: float
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        request = p2pd_pb2.Request(
-            type=p2pd_pb2.Request.STREAM_OPEN,
-            streamOpen=p2pd_pb2.StreamOpenRequest(
-                peer=raw_peer_id(peer), proto=[protocol], timeout=max(1, round(timeout_s))
-            ),
-        )
-        _, reader, writer = await self._daemon.ask(request, timeout_s)
-        return reader, writer
 
     def _published(self, peer: PeerId) -> list[Address]:
         addresses = []

@@ -14,6 +14,7 @@ from hivemind.p2p import PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
 from peers.address import Address, Reach, announced, listening, reach
+from peers.circuit import Limit
 from peers.errors import DaemonError, UnreachableError
 from peers.exchange import PeerId
 from peers.identity import Identity
@@ -24,8 +25,8 @@ _IDLE_S = 15  # p2pd ends when nobody holds a connection to it for this long aft
 _P2P_CODE = bytes.fromhex("a503")  # "p2p" and "p2p-circuit" in a binary multiaddress
 _CIRCUIT_CODE = bytes.fromhex("a202")
 _CIRCUIT = "/p2p-circuit"
-_RELAY_DATA_BYTES = 1 << 40
-_RELAY_TIME_S = 24 * 3600
+RELAY_LIMIT = Limit(time_s=24 * 3600, data_bytes=1 << 40)
+"""Of a connection through a relay of ours."""
 
 
 class Role(Enum):
@@ -91,8 +92,8 @@ class Plan:
         if self.announce:
             words.append(f"-announceAddrs={','.join(self.announce)}")
         if self.role is Role.RELAY:
-            words += ["-forceReachabilityPublic=1", "-relayService=1", f"-relayTimeLimit={_RELAY_TIME_S}s"]
-            words += [f"-relayDataLimit={_RELAY_DATA_BYTES}", "-autonat=1"]
+            words += ["-forceReachabilityPublic=1", "-relayService=1", f"-relayTimeLimit={RELAY_LIMIT.time_s}s"]
+            words += [f"-relayDataLimit={RELAY_LIMIT.data_bytes}", "-autonat=1"]
             return [*words, "-natPortMap=0" if local else "-natPortMap=1"]
         if self.role is Role.HIDDEN:
             words += ["-forceReachabilityPrivate=1", "-relayService=0", "-autonat=0", "-natPortMap=0"]
