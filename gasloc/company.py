@@ -3,9 +3,11 @@
 import time
 from collections.abc import Callable, Collection, Mapping
 
+from gasloc import rounds
 from gasloc.confirmation import LEAST_PARTNERS, Confirmation
 from gasloc.offences import Offences, SetAside
 from gasloc.round_result import RoundResult
+from gasloc.rounds import APART_S
 from gasloc.turns import Turns
 from peers.errors import UnreachableError
 from peers.exchange import Answer, PeerId, Swap
@@ -18,9 +20,6 @@ MOST_LEFT_OUT = 64
 
 FAR_EXCESS = 10.0
 """A partner that was clipped from so many radii counts as one that errs."""
-
-APART_S = 15.0
-"""Who traded with us less than this ago is where we are: what it published may be older, by seconds and many rounds."""
 
 _SILENT = frozenset({Answer.UNREACHABLE, Answer.TIMEOUT, Answer.BROKEN})
 
@@ -96,11 +95,7 @@ class Company:
         Whoever traded with us less than `APART_S` ago counts as in round `mine`, and so does everybody for so long
         after this peer came, or took fresh state.
         """
-        latest = time.monotonic() - APART_S
-        return [
-            mine if max(self._met.get(peer, self._since), self._since) > latest else round
-            for peer, round in self._rounds().items()
-        ]
+        return rounds.apart(mine, self._rounds(), self._met, self._since, before_s=time.monotonic() - APART_S)
 
     def take_note(self, swaps: Mapping[PeerId, Swap]) -> None:
         """Of how trades went: who erred, who is silent, and in which round a partner is."""

@@ -1,7 +1,10 @@
 """Which round a peer takes next, and whether it is so far behind that it needs fresh state. Pure decisions."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from statistics import median_low
+
+APART_S = 15.0
+"""Who traded with us less than this ago is where we are: what it published may be older, by seconds and many rounds."""
 
 
 def next_round(mine: int, others: Collection[int]) -> tuple[int, str]:
@@ -54,6 +57,17 @@ def is_far_ahead(mine: int, others: Collection[int], stale_rounds: int) -> tuple
         return False, f"{len(behind)} of {len(others)} others are more than {stale_rounds} rounds behind: no majority"
     lead = mine - median_low(behind)
     return True, f"{lead} rounds ahead of most others, more than {stale_rounds}: taking the swarm's state"
+
+
+def apart(
+    mine: int, others: Mapping[str, int], met_s: Mapping[str, float], since_s: float, *, before_s: float
+) -> list[int]:
+    """The rounds of the others by peer id, for `is_far_ahead`; `mine` for those that may well be where we are.
+
+    Those are whoever traded with us, by `met_s`, later than `before_s`; and everybody, where we came or took fresh
+    state, at `since_s`, later than that. Seconds of any one clock; `before_s` is `APART_S` before now.
+    """
+    return [mine if max(met_s.get(peer, since_s), since_s) > before_s else round for peer, round in others.items()]
 
 
 def latest_in_step(others: Collection[int], stale_rounds: int) -> int | None:

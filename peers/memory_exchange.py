@@ -21,6 +21,9 @@ Carry = Callable[[PeerId, PeerId, int], Awaitable[None]]
 Raises `ConnectionError` when the link breaks.
 """
 
+Reaches = Callable[[PeerId, PeerId], bool]
+"""Whether one peer can reach another now; the same both ways."""
+
 
 @dataclass(slots=True, eq=False)
 class _Wait:
@@ -53,8 +56,12 @@ class MemoryHub:
     over streams: see `peers.lossy`, also for which bytes are counted.
     """
 
-    def __init__(self, carry: Carry | None = None, codec: CodecName = "fp32") -> None:
+    def __init__(
+        self, carry: Carry | None = None, codec: CodecName = "fp32", reaches: Reaches = lambda one, other: True
+    ) -> None:
+        """Call `reach_changed` whenever `reaches` would answer otherwise than before."""
         self.carry = carry
+        self.reaches = reaches
         self.codec: CodecName = codec
         self.members: dict[PeerId, MemoryExchange] = {}
         self.waiting: dict[PeerId, dict[tuple[MemoryExchange, Slot], None]] = {}
@@ -63,6 +70,11 @@ class MemoryHub:
         """Blocks that were sent modulo a range so far."""
         self.resent_blocks = 0
         """Those of them that the first codes did not restore."""
+
+    def reach_changed(self) -> None:
+        """Has everybody who waits look again: a wait for one that cannot be reached any more ends, `UNREACHABLE`."""
+        for exchange in list(self.members.values()):
+            exchange._tell_others()
 
 
 class MemoryExchange:
@@ -92,6 +104,10 @@ class MemoryExchange:
         for wait in waits:
             wait.end(Swap(Answer.STOPPED, "this peer is leaving"))
         self._tell_others()
+
+    async def step_back(self) -> None:
+        """The next slot may be of any round: see `peers.hello.Place.step_back`. Not while a swap is under way."""
+        self._place.step_back()
 
     async def swap(self, slot: Slot, offers: Mapping[PeerId, Offer], *, timeout_s: float) -> dict[PeerId, Swap]:
         """See `Exchange.swap` and, for what it raises, `StreamExchange.swap`."""
@@ -188,6 +204,10 @@ class MemoryExchange:
         _check_finite(offers)
         return {}
 
+    def _found(self, peer: PeerId) -> "MemoryExchange | None":
+        """Another member; None where it is gone or cannot be reached."""
+        return self._hub.members.get(peer) if self._hub.reaches(self._me, peer) else None
+
     def _tell_others(self) -> None:
         """Has those that wait for us look again."""
         for other, slot in list(self._hub.waiting.get(self._me, ())):
@@ -203,7 +223,7 @@ class MemoryExchange:
             return
         answers = set()
         for peer in look.candidates:
-            other = self._hub.members.get(peer)
+            other = self._found(peer)
             theirs = other._looks.get(slot) if other else None
             if other and theirs and theirs.partner is None and not theirs.wait.outcome.done():
                 look.partner, theirs.partner = other.me, self._me
@@ -217,7 +237,7 @@ class MemoryExchange:
         """A candidate's last answer, as far as it was not the one to trade with."""
         if self._me not in self._hub.members:
             return Swap(Answer.STOPPED, "this peer is leaving", seconds=waited_s)
-        other = self._hub.members.get(candidate)
+        other = self._found(candidate)
         if other is None:
             return Swap(Answer.UNREACHABLE, "cannot be reached: it is not in this process", seconds=waited_s)
         answer, reason = whereabouts_left_over(slot, other._place)
@@ -228,7 +248,7 @@ class MemoryExchange:
     def _consider(self, slot: Slot, partner: PeerId) -> None:
         """Ends our wait for a partner if that can be decided now."""
         wait = self._waits[slot, partner]
-        other = self._hub.members.get(partner)
+        other = self._found(partner)
         if wait.outcome.done() or wait.transfer:
             return
         if other is None:
@@ -312,7 +332,7 @@ class MemoryExchange:
                 leg.cancel()
 
     def _too_late(self, slot: Slot, partner: PeerId) -> Swap:
-        other = self._hub.members.get(partner)
+        other = self._found(partner)
         if other is None:
             return Swap(Answer.UNREACHABLE, "left")
         _, reason = whereabouts(slot, other._place)

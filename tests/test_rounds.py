@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gasloc.rounds import fall_in, is_far_ahead, is_stale, latest_in_step, least_fresh, next_round
+from gasloc.rounds import apart, fall_in, is_far_ahead, is_stale, latest_in_step, least_fresh, next_round
 
 ROUNDS = st.integers(0, 10_000)
 
@@ -138,6 +138,14 @@ def test_is_far_ahead(mine: int, others: list[int], far: bool) -> None:
 def test_is_far_ahead_needs_a_limit() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         is_far_ahead(3, [1], 0)
+
+
+def test_who_was_with_us_a_moment_ago_counts_as_where_we_are() -> None:
+    others, met_s = {"met": 3, "long ago": 4, "never": 5}, {"met": 90.0, "long ago": 20.0}
+    assert apart(50, others, met_s, 0.0, before_s=85.0) == [50, 4, 5]
+    assert apart(50, others, met_s, 0.0, before_s=90.0) == [3, 4, 5]
+    assert apart(50, others, met_s, 86.0, before_s=85.0) == [50, 50, 50], "we came just now, or took fresh state"
+    assert apart(50, {}, met_s, 0.0, before_s=85.0) == []
 
 
 @given(st.lists(st.integers(0, 1000), min_size=2, max_size=12), st.integers(1, 9))

@@ -108,6 +108,10 @@ class Flights:
                 self._worker.report(flight.ends)
         self._flying.clear()
 
+    def step_back(self) -> None:
+        """After the state of an earlier round was taken: slots begin there anew. Nothing may be under way."""
+        self.reached = None
+
     def stop(self) -> None:
         """Breaks off all that is under way."""
         for flight in self._flying:

@@ -31,8 +31,7 @@ async def gossip(worker: Worker) -> None:
                 done = step
                 await _mix(worker, flights, parts)
             flights.report(worker.end_round())
-            if await catch_up(worker):
-                await flights.drop()
+            await catch_up(worker, flights)
         await flights.settle()
     finally:
         flights.stop()
@@ -144,6 +143,7 @@ async def exchange(
     exchanged = await traded(worker.exchange, trades, timeout_s=plan.grace_s + worker.early_s)
     if exchanged.round > slot.round:  # one further where we trained on: no round is exchanged twice
         worker.round = max(worker.round, exchanged.round + (worker.round > slot.round))
+    worker.met_s |= dict.fromkeys(exchanged.partners, loop.time())
     traffic.exchange_s += loop.time() - began_s
     traffic.add(exchanged.swaps)
     traffic.clips += exchanged.clips

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from gasloc import rounds
 from gasloc.errors import RunError
 from gasloc.events import Joined, Warned
+from gasloc.simulation.flights import Flights
 from gasloc.simulation.worker import Worker
 from gasloc.simulation.world import State
 from peers.memory_exchange import MemoryExchange
@@ -78,6 +79,7 @@ async def _enter(worker: Worker) -> None:
     worker.state = State.JOINING
     fresh = world.untrained() and worker.trainee.step == 0
     size_bytes = 0 if fresh else await download(worker)
+    worker.since_s = loop.time()
     worker.emit(
         Joined(
             round=worker.round,
@@ -110,12 +112,13 @@ async def download(worker: Worker) -> int:
                 continue
             worker.rule.load(state)
             worker.round = worker.earned = round
+            worker.since_s = loop.time()
             if world.lockstep and not await _fall_in(worker, donor):
                 continue
             return size_bytes
         await asyncio.sleep(_RETRY_S)
     raise RunError(
-        f"{worker.peer}: no worker that has the run's state was up for {_PATIENCE_S:.0f} s; "
+        f"{worker.peer}: no worker that has the run's state was up and in reach for {_PATIENCE_S:.0f} s; "
         "give more workers, or a longer --mtbf"
     )
 
@@ -137,12 +140,26 @@ async def _fall_in(worker: Worker, donor: Worker) -> bool:
     return True
 
 
-async def catch_up(worker: Worker) -> bool:
-    """Takes the swarm's state where this worker fell more than the recipe's `stale_rounds` behind; whether it did."""
-    others = worker.world.others_rounds(worker)
-    stale, reason = rounds.is_stale(min(worker.round, worker.earned), others, worker.world.recipe.stale_rounds)
-    if stale and not worker.over:
+async def catch_up(worker: Worker, flights: Flights) -> None:
+    """Takes the swarm's state where this worker is more than the recipe's `stale_rounds` away from it.
+
+    That is behind the others' median, or ahead of most of them, having gone on without them: then it steps back to
+    their round; see `gasloc.rounds`. Exchanges under way are dropped: what they were made from is replaced.
+    """
+    world, limit = worker.world, worker.world.recipe.stale_rounds
+    stale, reason = rounds.is_stale(min(worker.round, worker.earned), world.others_rounds(worker), limit)
+    ahead, why_ahead = rounds.is_far_ahead(worker.round, worker.rounds_apart(), limit)
+    if ahead:
+        await flights.drop()  # first, as their outcomes are of rounds that are gone through again
         await download(worker)
-        worker.emit(Warned(f"took the swarm's state at round {worker.round}: {reason}"))
-        return True
-    return False
+        flights.step_back()
+        await worker.exchange.step_back()
+        _tell_taken(worker, why_ahead)
+    elif stale and not worker.over:
+        await download(worker)
+        _tell_taken(worker, reason)
+        await flights.drop()
+
+
+def _tell_taken(worker: Worker, reason: str) -> None:
+    worker.emit(Warned(f"took the swarm's state at round {worker.round}: {reason}"))

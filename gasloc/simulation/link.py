@@ -8,6 +8,7 @@ others (no max-min fairness), so crowded all-to-all traffic is charged slightly 
 
 import asyncio
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from peers.exchange import PeerId
@@ -49,6 +50,8 @@ class Network:
         self._dirty: dict[_Side, None] = {}
         self.sent_bytes: dict[PeerId, float] = dict.fromkeys(links, 0.0)
         """Bytes whose transfer each worker began, whether or not they arrived."""
+        self._sides: list[frozenset[PeerId]] = []
+        """Workers that are cut off from all others now, a set a cut."""
 
     def uploads(self, peer: PeerId) -> int:
         """Transfers that leave a worker now."""
@@ -64,24 +67,50 @@ class Network:
             if not transfer.done.done():
                 transfer.done.set_exception(ConnectionError(f"{peer} is gone"))
 
+    def part(self, side: Collection[PeerId]) -> None:
+        """Cuts these off from all others until `heal`, and breaks what is under way between the two sides."""
+        self._sides.append(frozenset(side))
+        for up in self._up.values():
+            for transfer in up.transfers:
+                self._check_reach(transfer)
+
+    def heal(self, side: Collection[PeerId]) -> None:
+        """Ends the cut that `part` began with the same workers. Raises `ValueError` where there is none."""
+        self._sides.remove(frozenset(side))
+
+    @property
+    def parted(self) -> bool:
+        """Whether there is a cut now."""
+        return bool(self._sides)
+
+    def reaches(self, one: PeerId, other: PeerId) -> bool:
+        """Whether no cut lies between two of them now."""
+        return all((one in side) == (other in side) for side in self._sides)
+
     def latency_s(self, one: PeerId, other: PeerId) -> float:
         """One-way delay between two workers: the sum of their links' delays, seconds."""
         return self._links[one].latency_s + self._links[other].latency_s
 
     async def hello(self, one: PeerId, other: PeerId) -> None:
-        """A word from one worker to another and its answer: one round trip, no bytes to speak of."""
+        """A word from one worker to another and its answer: one round trip, no bytes to speak of.
+
+        Raises `ConnectionError` where a cut lies between them then.
+        """
         await asyncio.sleep(2 * self.latency_s(one, other))
+        if not self.reaches(one, other):
+            raise ConnectionError(f"{other} cannot be reached")
 
     async def transfer(self, sender: PeerId, receiver: PeerId, size_bytes: float) -> None:
         """Returns when the last byte has arrived. When cancelled, the rest is not sent and its share is free.
 
-        Raises `ConnectionError` when either end is cut off on the way.
+        Raises `ConnectionError` when either end is cut off on the way, or was before.
         """
         self.sent_bytes[sender] += size_bytes
         loop = asyncio.get_running_loop()
         transfer = _Transfer(sender, receiver, size_bytes, loop.create_future(), since_s=loop.time())
         self._up[sender].transfers[transfer] = None
         self._down[receiver].transfers[transfer] = None
+        self._check_reach(transfer)
         self._changed(sender, receiver)
         try:
             await transfer.done
@@ -92,6 +121,10 @@ class Network:
             del self._down[receiver].transfers[transfer]
             self._changed(sender, receiver)
         await asyncio.sleep(self.latency_s(sender, receiver))
+
+    def _check_reach(self, transfer: _Transfer) -> None:
+        if not self.reaches(transfer.sender, transfer.receiver) and not transfer.done.done():
+            transfer.done.set_exception(ConnectionError(f"{transfer.sender} and {transfer.receiver} are cut apart"))
 
     def _changed(self, sender: PeerId, receiver: PeerId) -> None:
         """Has the rates set anew, once for all that begins or ends at this moment."""

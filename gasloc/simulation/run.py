@@ -15,6 +15,7 @@ from gasloc.simulation import virtual_time
 from gasloc.simulation.algorithms import method_of, rule_of
 from gasloc.simulation.compute import AdamW, Compute
 from gasloc.simulation.conditions import Conditions
+from gasloc.simulation.cut import Cut, check, hold
 from gasloc.simulation.life import live
 from gasloc.simulation.link import Network
 from gasloc.simulation.problem import Problem
@@ -37,6 +38,8 @@ class Variant:
     """The graph of `dadam` and `local-dadam`; None: the ring."""
     landing_steps: int | None = None
     """For studies: the outcome of every exchange is taken so many local steps late, however long it took."""
+    cuts: tuple[Cut, ...] = ()
+    """Partitions of the network."""
 
 
 DEFAULT = Variant()
@@ -71,12 +74,14 @@ class Simulation:
         """`compute` must be for `worker-0`, `worker-1` and so on; None: one of its own."""
         self.recipe = recipe
         method = method_of(recipe, variant.graph)
+        check(variant.cuts, recipe.topology, len(conditions))
         peers = _peers(conditions)
         initial = problem.initial()
         sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in initial.items()}
         parts = list(fragment(sizes, recipe.fragments).parts)
         self._parameters = sum(tensor.numel() for tensor in initial.values())
         self._algorithm = method.algorithm
+        self._cuts = variant.cuts
         self._listen: Listener | None = None
         links = {peer: each.link for peer, each in zip(peers, conditions, strict=True)}
         links[SYNCER] = max(links.values(), key=lambda link: (link.bandwidth, -link.latency_s))
@@ -132,8 +137,13 @@ class Simulation:
         )
 
     async def _all(self) -> float:
+        cuts = [asyncio.ensure_future(hold(cut, self.world)) for cut in self._cuts]
         lives = [self._one(worker, number) for number, worker in enumerate(self.world.workers)]
-        await asyncio.gather(*lives)
+        try:
+            await asyncio.gather(*lives)
+        finally:
+            for cut in cuts:
+                cut.cancel()
         return asyncio.get_running_loop().time()
 
     async def _one(self, worker: Worker, number: int) -> None:

@@ -13,7 +13,8 @@ from gasloc.simulation.conditions import Conditions
 from gasloc.simulation.rules import Rule
 from gasloc.simulation.world import State, World
 from gasloc.turns import Links, Turns
-from peers.exchange import Answer, Exchange, PeerId, Swap
+from peers.exchange import Answer, PeerId, Swap
+from peers.memory_exchange import MemoryExchange
 
 Emit = Callable[[Event], None]
 
@@ -88,7 +89,7 @@ class Worker:
         self.rule = rule
         self.emit = emit
         self.trainee = world.compute.trainees[peer]
-        self.exchange: Exchange
+        self.exchange: MemoryExchange
         """Set for as long as the worker is up."""
         self._state = State.AWAY
         self.round = 0
@@ -114,6 +115,10 @@ class Worker:
         self.traffic = Traffic()
         self.histories: dict[tuple[int, ...], tuple[float, ...]] = {}
         """Accepted distances by fragments exchanged together; see `gasloc.clipping`."""
+        self.met_s: dict[PeerId, float] = {}
+        """When it traded with each last."""
+        self.since_s = 0.0
+        """When it took the state that it goes on from."""
         self._began_s = 0.0
         self._waits: list[asyncio.Future[None]] = []
 
@@ -149,6 +154,12 @@ class Worker:
         """Whether the recipe's last round is done."""
         return self.round >= self.world.recipe.rounds
 
+    def rounds_apart(self) -> list[int]:
+        """The others' rounds, for a worker that asks whether it went on without them; as `gasloc.company.Company`."""
+        others = {other.peer: other.round for other in self.world.seen(self) if other is not self}
+        before_s = asyncio.get_running_loop().time() - rounds.APART_S
+        return rounds.apart(self.round, others, self.met_s, self.since_s, before_s=before_s)
+
     def begin_round(self) -> int:
         """Starts the clocks of a round; returns its number of local steps (H_i)."""
         self.traffic = Traffic()
@@ -164,7 +175,7 @@ class Worker:
     def _choose_steps(self) -> int:
         """As `gasloc.pacer.Pacer`."""
         recipe = self.world.recipe
-        paces = {worker.peer: worker.pace for worker in self.world.training()} | {self.peer: self.pace}
+        paces = {worker.peer: worker.pace for worker in self.world.seen(self)} | {self.peer: self.pace}
         if self._pairs_once():
             near = {worker.peer: worker.turns for worker in self.world.near(self, self.round)}
             paces = turns.of_round(paces, near, self.world.graph, round=self.round, me=self.peer, seed=recipe.seed)
@@ -181,7 +192,7 @@ class Worker:
         """What a round's transfers tell of its own link; they are counted. As `gasloc.pacer.Pacer`."""
         if not self._pairs_once():
             return traffic.transfer_s if traffic.partners else math.nan
-        training, round_s = self.world.training(), self._round_s()
+        training, round_s = self.world.seen(self), self._round_s()
         known = {
             worker.peer: max(worker.pace.exchange_time_s, turns.least_exchange_s(worker.turns, round_s))
             for worker in training
@@ -199,13 +210,13 @@ class Worker:
             self.turns, _ = turns.choose(self._links, step_s, round_s, previous=self.turns, round=next_round)
 
     def _round_s(self) -> float | None:
-        paces = {worker.peer: worker.pace for worker in self.world.training()} | {self.peer: self.pace}
+        paces = {worker.peer: worker.pace for worker in self.world.seen(self)} | {self.peer: self.pace}
         return pacing.round_length_s(list(paces.values()), self.world.recipe.local_steps)
 
     def _lateness_s(self, traffic: Traffic, steps: int, next_round: int, round_s: float | None) -> float:
         """How late it is for the next round; as `gasloc.pacer.Pacer`."""
         began, own = self._planned or (next_round - 1, pacing.Pace(0.0, 0.0))
-        alone = all(worker is self for worker in self.world.training())
+        alone = all(worker is self for worker in self.world.seen(self))
         if alone or traffic.overlap_steps or next_round > began + 1:
             return 0.0
         if not own.known:

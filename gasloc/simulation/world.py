@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from gasloc import rounds
 from gasloc.recipe import Recipe
 from gasloc.simulation.compute import Compute
 from gasloc.simulation.link import Network
@@ -31,7 +32,7 @@ class State(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class World:
-    """One simulation. Every worker sees the others as they are, with no delay."""
+    """One simulation. Every worker sees the others that it can reach as they are, with no delay."""
 
     recipe: Recipe
     problem: Problem
@@ -56,13 +57,20 @@ class World:
     _training: "list[Worker] | None" = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.hub = MemoryHub(self.carry, self.recipe.exchange.codec)
+        self.hub = MemoryHub(self.carry, self.recipe.exchange.codec, self.network.reaches)
 
     def training(self) -> "list[Worker]":
         """The workers in training. Not to be changed."""
         if self._training is None:
             self._training = [worker for worker in self.workers if worker.state is State.TRAINING]
         return self._training
+
+    def seen(self, me: "Worker") -> "list[Worker]":
+        """Those of them that a worker can reach, itself included where it trains. Not to be changed."""
+        training = self.training()
+        if not self.network.parted:
+            return training
+        return [other for other in training if self.network.reaches(me.peer, other.peer)]
 
     def states_changed(self) -> None:
         """To be told whenever a worker's state changes."""
@@ -71,7 +79,7 @@ class World:
     def near(self, me: "Worker", round: int) -> "list[Worker]":
         """Those that are about in `round`, and a worker itself."""
         reach = self.recipe.stale_rounds
-        return [other for other in self.training() if other is me or abs(other.round - round) <= reach]
+        return [other for other in self.seen(me) if other is me or abs(other.round - round) <= reach]
 
     def members(self, me: "Worker", round: int) -> list[PeerId]:
         """Those that a worker may be paired with in `round`, itself included; as `gasloc.swarm.Swarm.members`."""
@@ -80,13 +88,24 @@ class World:
         return [other.peer for other in self.near(me, round) if other.turns.has(round)]
 
     def others_rounds(self, me: "Worker") -> list[int]:
-        """The rounds that the other training workers are in."""
-        return [other.round for other in self.training() if other is not me]
+        """The rounds that the other training workers in reach are in."""
+        return [other.round for other in self.seen(me) if other is not me]
 
     def donor(self, me: "Worker") -> "Worker | None":
-        """Who gives a worker the run's state: of those with the highest round, one with the fewest uploads."""
-        able = [w for w in self.workers if w is not me and w.state in (State.TRAINING, State.FINISHED)]
-        return max(able, key=lambda worker: (worker.round, -self.network.uploads(worker.peer)), default=None)
+        """Who gives a worker the run's state: of those with the highest round, one with the fewest uploads.
+
+        Those that went on without the others come last; see `gasloc.rounds.latest_in_step`.
+        """
+        latest = rounds.latest_in_step(self.others_rounds(me), self.recipe.stale_rounds)
+
+        def rank(worker: "Worker") -> tuple[bool, int, int]:
+            in_step = latest is None or worker.round <= latest
+            return in_step, worker.round, -self.network.uploads(worker.peer)
+
+        return max((w for w in self.workers if w is not me and self._serves(w, me)), key=rank, default=None)
+
+    def _serves(self, donor: "Worker", to: "Worker") -> bool:
+        return donor.state in (State.TRAINING, State.FINISHED) and self.network.reaches(donor.peer, to.peer)
 
     def untrained(self) -> bool:
         """Whether nobody has ended a round yet, so that a newcomer may start from the recipe's seed."""
