@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from gasloc import rounds
 from gasloc.confirmation import LEAST_PARTNERS, Confirmation
-from gasloc.offences import Offences, SetAside
+from gasloc.offences import Offences, SetAside, with_silent
 from gasloc.round_result import RoundResult
 from gasloc.rounds import APART_S
 from gasloc.turns import Turns
@@ -111,13 +111,18 @@ class Company:
                 self._heard[peer] = swap.their_round
 
     def set_aside(self) -> dict[PeerId, SetAside]:
-        """What is held against peers that erred, with counts and reasons; `until` by `time.monotonic`.
+        """Peers that erred, and those that could not be reached or did not answer; `until` by `time.monotonic`.
 
-        Such a peer sent values that are not finite, tensors of another layout or garbled frames, or lay more than
+        One that erred sent values that are not finite, tensors of another layout or garbled frames, or lay more than
         `FAR_EXCESS` radii away. The first time has no consequence; from the second on this peer does not pair
         with it, for 30 s and then twice as long each time (`gasloc.offences`). A clean trade takes one off.
+
+        Silence is no offence: the count is 0 where there is nothing else. It lasts until the peer publishes again, and
+        `until` its last record runs out otherwise.
         """
-        return self._offences.standing()
+        now = time.monotonic()
+        silent = {peer: (why, now + left_s) for peer, (why, left_s) in self._peer.membership.left_aside().items()}
+        return with_silent(self._offences.standing(), silent)
 
     def rejected_records(self) -> int:
         """Members' records that were refused so far: junk, forged, too large, of another run."""

@@ -184,17 +184,17 @@ class Warned:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What is held against other peers changed, or records were refused."""
+    """Whom this peer leaves alone, and why, changed; or records were refused."""
 
     name: ClassVar[str] = "standing"
     peers: tuple[str, ...]
-    """Peers that erred and are not forgiven."""
+    """Peers that erred and are not forgiven, and those that could not be reached or did not answer."""
     counts: tuple[int, ...]
-    """Offences of each that count now."""
+    """Offences of each that count now; 0 for one that only did not answer."""
     seconds_left: tuple[float, ...]
-    """For how long each is not paired from now on; 0: it is."""
+    """For how long each is not paired from now on; 0: it is. With a count of 0, at most: until it publishes again."""
     reasons: tuple[str, ...]
-    """The last offence of each, and what follows from it."""
+    """The last offence of each, and what follows from it; or why it could not be traded with."""
     rejected_records: int
     """Members' records refused so far: junk, forged, too large, of another run."""
 

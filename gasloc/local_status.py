@@ -1,7 +1,7 @@
 """What a peer of this machine knows, out of its folder's events: `gasloc status --dir`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,21 @@ from gasloc.events import read_events
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What is held against one peer."""
+    """One peer that is left alone, or was, and why."""
 
     peer: str
     count: int
+    """Offences; 0 for one that never erred, but could not be reached or did not answer."""
     reason: str
     until: float
-    """Unix time, seconds, from which on it is paired again; in the past where it is."""
+    """Unix time, seconds, from which on it is paired again; in the past where it is.
+
+    For one without offences: when its last record runs out. It is paired as soon as it publishes a newer one.
+    """
+
+    def seconds_left(self, now: float) -> float:
+        """For how long it is left alone still; `now` in unix seconds."""
+        return max(self.until - now, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +71,23 @@ def summed_up(events: Sequence[dict[str, Any]]) -> LocalStatus:
     )
 
 
+def as_record(status: LocalStatus, now: float) -> dict[str, Any]:
+    """The status as plain values, with `seconds_left` for each peer; `now` in unix seconds."""
+    held = [asdict(one) | {"seconds_left": round(one.seconds_left(now), 3)} for one in status.held]
+    return asdict(status) | {"held": held}
+
+
 def lines(status: LocalStatus, now: float) -> list[str]:
     """The status for a person; `now` in unix seconds."""
     told = ["no round has ended yet" if status.round is None else f"next round {status.round}; last: {status.reason}"]
-    for one in status.held:
-        left_s = one.until - now
-        state = f"set aside for {left_s:.0f} s more" if left_s > 0 else "paired again"
-        offences = "1 offence" if one.count == 1 else f"{one.count} offences"
-        told.append(f"{one.peer}: {offences}, {state}: {one.reason}")
+    told += [f"{one.peer}: {_standing(one, one.seconds_left(now))}: {one.reason}" for one in status.held]
     told.append(f"records refused: {status.rejected_records}")
     return told
+
+
+def _standing(one: Held, left_s: float) -> str:
+    if one.count == 0:
+        until = f"for {left_s:.0f} s at most" if left_s > 0 else "its last record has run out"
+        return f"no offence, set aside until it publishes again, {until}"
+    offences = "1 offence" if one.count == 1 else f"{one.count} offences"
+    return f"{offences}, " + (f"set aside for {left_s:.0f} s more" if left_s > 0 else "paired again")

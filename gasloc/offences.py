@@ -1,6 +1,7 @@
 """Peers that err again and again: for how long each is left alone, and why."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from peers.exchange import PeerId
@@ -18,9 +19,9 @@ class SetAside:
     until: float
     """In the caller's clock, seconds; in the past where the peer may be paired again."""
     count: int
-    """Offences that count now."""
+    """Offences that count now; 0 for one that is only silent."""
     reason: str
-    """The last offence, and what follows from it, in words."""
+    """The last offence, and what follows from it, in words; or why it could not be traded with."""
 
 
 @dataclass(slots=True)
@@ -41,6 +42,18 @@ def penalty(offences: int) -> tuple[float, str]:
         return 0.0, "its first offence"
     seconds = min(math.ldexp(FIRST_S, min(offences - FREE - 1, 64)), LONGEST_S)
     return seconds, f"its offence number {offences}, set aside for {seconds:g} s"
+
+
+def with_silent(erred: Mapping[PeerId, SetAside], silent: Mapping[PeerId, tuple[str, float]]) -> dict[PeerId, SetAside]:
+    """Those that erred and those that are set aside as they did not answer: why, and until when, in the same clock."""
+    told = dict(erred)
+    for peer, (why, until) in silent.items():
+        known = erred.get(peer)
+        if known is None:
+            told[peer] = SetAside(until, 0, why)
+        else:
+            told[peer] = SetAside(max(until, known.until), known.count, f"{known.reason}; and now: {why}")
+    return told
 
 
 class Offences:

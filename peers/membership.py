@@ -94,7 +94,8 @@ class Membership:
         self._survey_pause_s = _FIRST_SURVEY_S
         self._status: Status | None = None
         self._view: dict[PeerId, Member] = {}
-        self._set_aside: dict[PeerId, float] = {}
+        self._set_aside: dict[PeerId, tuple[float, str]] = {}
+        """The expiration of the record known then, and why."""
         self._changed = asyncio.Condition()
         self._publishing = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
@@ -145,7 +146,7 @@ class Membership:
             for peer, member in self._view.copy().items()
             if member.expires > time
             and member.status.state is not MemberState.LEAVING
-            and member.expires > self._set_aside.get(peer, 0.0)
+            and member.expires > self._set_aside.get(peer, (0.0,))[0]
         }
 
     def set_aside(self, peer: PeerId, reason: str) -> None:
@@ -153,7 +154,19 @@ class Membership:
         known = self._view.get(peer)
         if known:
             _log.info("%s is set aside: %s", peer, reason)
-            self._set_aside[peer] = known.expires
+            self._set_aside[peer] = known.expires, reason
+
+    def left_aside(self) -> dict[PeerId, tuple[str, float]]:
+        """Those that `set_aside` leaves out now: why, and in how many seconds the record known of them runs out.
+
+        A newer record ends it sooner; without one the peer is not a member after that.
+        """
+        time, view = self._clock(), self._view.copy()
+        return {
+            peer: (reason, expires - time)
+            for peer, (expires, reason) in self._set_aside.copy().items()
+            if peer in view and time < view[peer].expires <= expires
+        }
 
     async def wait_for(self, count: int, timeout_s: float) -> int:
         """Waits until `count` members are seen, ourselves included; returns how many are, maybe fewer."""

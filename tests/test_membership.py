@@ -221,9 +221,13 @@ async def test_a_peer_that_is_set_aside_comes_back_with_a_newer_record(start_nod
     b.membership.set_aside(a.id, "did not answer")
     b.membership.set_aside("12D3KooWnobody", "never heard of")
     assert set(b.membership.members()) == {b.id}
+    ((peer, (reason, left_s)),) = b.membership.left_aside().items()
+    assert (peer, reason) == (a.id, "did not answer")
+    assert 0 < left_s <= 20
     assert set(await a.membership.refresh()) == {a.id, b.id}
     await a.membership.publish(TRAINING)
     assert set(await b.membership.refresh()) == {a.id, b.id}
+    assert b.membership.left_aside() == {}
 
 
 async def test_waiting_ends_with_the_count_or_the_time(start_node: StartNode) -> None:

@@ -1,6 +1,5 @@
 """`gasloc status`: who is in a swarm, and what a peer of this machine holds against others."""
 
-import dataclasses
 import json as jsonlib
 import time
 from collections.abc import Sequence
@@ -38,9 +37,10 @@ def status(
 
 def _document(addresses: Sequence[str], folder: Path | None, secret_file: Path | None) -> dict[str, object]:
     """The swarm's part at the top, where it was asked; what the peer here knows under `local`."""
+    from gasloc.local_status import as_record as local_record
     from gasloc.local_status import local_status
 
-    local = {} if folder is None else {"local": dataclasses.asdict(local_status(folder))}
+    local = {} if folder is None else {"local": local_record(local_status(folder), time.time())}
     if not addresses:
         return {**local}
 
