@@ -42,6 +42,14 @@ def test_json_is_one_object_a_line(tmp_path: Path, capsys: pytest.CaptureFixture
     assert times == sorted(times)
 
 
+def test_workers_that_are_cut_off_mix_with_nobody_until_it_heals(tmp_path: Path) -> None:
+    assert cli.run(arguments(tmp_path, "--workers", "3", "--rounds", "4", "--cut", "0-7:2", "--cut", "0-7:0")) == 0
+    lines = (tmp_path / "run" / "worker-2" / "events.jsonl").read_text().splitlines()
+    rounds = [event for event in map(json.loads, lines) if event["event"] == "round"]
+    assert [event["mixed"] for event in rounds if event["time"] < 7] == [False, False]
+    assert all(event["mixed"] for event in rounds if event["time"] > 7)
+
+
 def test_two_runs_with_one_seed_leave_the_same_bytes(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
@@ -72,6 +80,11 @@ def test_two_runs_with_one_seed_leave_the_same_bytes(tmp_path: Path) -> None:
         (["--mttr", "nan"], "mttr_s nan"),
         (["--workers", "0"], "workers"),
         (["--graph", "ring"], "--graph ring"),
+        (["--cut", "60-300"], "--cut '60-300' is not FROM-TO:WORKERS"),
+        (["--cut", "60:1"], "--cut '60:1' is not FROM-TO:WORKERS"),
+        (["--cut", "60-300:one"], "--cut '60-300:one' is not FROM-TO:WORKERS"),
+        (["--cut", "9-3:1"], "a cut from 9 s to 3 s"),
+        (["--cut", "1-3:3"], "names worker 3, but there are 3 workers"),
         (["--topology", "dadam", "--graph", "star"], "star"),
     ],
 )

@@ -54,6 +54,13 @@ def taken(heard: list[Heard]) -> list[tuple[str, float, str]]:
     ]
 
 
+def state_of(message: str) -> int:
+    """The round of a state that was taken."""
+    told, _, number = message.partition(":")[0].rpartition(" ")
+    assert told == "took the swarm's state at round"
+    return int(number)
+
+
 def rounds_of(heard: list[Heard], peer: str, since_s: float = 0.0) -> list[tuple[float, Round]]:
     return [
         (now_s, event) for who, now_s, event in heard if who == peer and isinstance(event, Round) and now_s >= since_s
@@ -92,7 +99,7 @@ def test_those_that_went_ahead_behind_a_cut_step_back_to_the_swarms_round_and_st
         ahead = [event.next_round for at_s, event in rounds_of(heard, peer) if at_s <= now_s]
         assert ahead[-1] > now + 10, "it was far ahead"
         # a round whose exchange is under way is told when that ends, and the next has begun then
-        state = int(message.removeprefix("took the swarm's state at round ").partition(":")[0])
+        state = state_of(message)
         assert now - 1 <= state <= now + 2, "theirs, not that of the other that went ahead"
         assert state <= rounds_of(heard, peer, now_s)[0][1].round <= now + 2, "it goes on in their round"
         assert "rounds ahead of most others, more than 3: taking the swarm's state" in message
@@ -181,19 +188,18 @@ def test_nobody_steps_back_who_is_not_far_ahead_of_most(
     chosen = recipe(rounds=12, topology=topology, pacing=pacing, exchange={"grace_s": grace_s})
     _, heard = play(chosen, QuadraticProblem(2), [Conditions(step_time_s=seconds) for seconds in speeds])
     reached = {f"worker-{number}": 0 for number in range(len(speeds))}
-    may_step_back = dict.fromkeys(reached, False)
     for peer, _, event in heard:
         if isinstance(event, Round):
-            assert event.round >= reached[peer] or may_step_back[peer], "a round was gone through again without a word"
-            may_step_back[peer] = False
+            assert event.round >= reached[peer], "a round was gone through again without a word"
             reached[peer] = event.next_round
         elif isinstance(event, Warned):
-            assert event.message.startswith("took the swarm's state")
             if "ahead of most others" in event.message:
                 # of those that still train; none of them is earlier than it was told to be
                 others = [round for other, round in reached.items() if other != peer and round < chosen.rounds]
                 assert 2 * sum(reached[peer] - round > STALE for round in others) > len(others) + 1
-                may_step_back[peer] = True
+            else:
+                assert state_of(event.message) >= reached[peer], "only from far ahead does anybody step back"
+            reached[peer] = state_of(event.message)
 
 
 @pytest.mark.parametrize("topology", ["1-peer", "2-peer", "all-to-all"])

@@ -66,6 +66,16 @@ def simulate(
     join: Annotated[
         str, typer.Option("--join", envvar="GASLOC_JOIN", help=f"Second at which a worker joins. {_EACH}")
     ] = "0",
+    cut: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cut",
+            envvar="GASLOC_CUT",
+            metavar="FROM-TO:WORKERS",
+            help="Seconds in which the workers of these numbers reach nobody but each other, such as 60-300:5,6; "
+            "may be given again.",
+        ),
+    ] = None,
     data: options.Data = None,
     threads: options.Threads = 0,
     json: options.Json = False,
@@ -83,6 +93,7 @@ def simulate(
     chosen = _recipe(recipe, changes, quorum)
     with loading():
         from gasloc.simulation.conditions import conditions_of, numbers
+        from gasloc.simulation.cut import cut_of
 
     conditions = conditions_of(
         workers,
@@ -93,6 +104,7 @@ def simulate(
         mttr_s=numbers("mttr", mttr),
         join_s=numbers("join", join),
     )
+    cuts = tuple(cut_of(text) for text in cut or ())
     with loading():
         import torch
 
@@ -108,7 +120,7 @@ def simulate(
         chosen,
         DecoderProblem(chosen, corpus.load(data or chosen.data)),
         conditions,
-        variant=Variant(graph=graph),
+        variant=Variant(graph=graph, cuts=cuts),
     )
     folder = dir or default_path(time.time())
     record = Record(folder, workers, echo=_echo_json if json else _echo_plain)

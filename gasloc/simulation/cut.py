@@ -28,6 +28,20 @@ class Cut:
             raise UsageError(f"a cut {span}: it must begin at 0 s or later, and end after that")
 
 
+def cut_of(text: str) -> Cut:
+    """A cut from a flag's value: `60-300:5,6` parts workers 5 and 6 from the others from 60 s to 300 s.
+
+    Raises `UsageError` for what is written otherwise, or cannot be.
+    """
+    span, _, workers = text.partition(":")
+    begin, _, end = span.partition("-")
+    try:
+        numbers = frozenset(int(worker) for worker in workers.split(","))
+        return Cut(numbers, float(begin), float(end))
+    except ValueError:
+        raise UsageError(f"--cut {text!r} is not FROM-TO:WORKERS, such as 60-300:5,6 in seconds and numbers") from None
+
+
 def check(cuts: Collection[Cut], topology: str, workers: int) -> None:
     """Raises `UsageError` where a cut names a worker that is not there, or would part those that cannot be parted."""
     if cuts and topology in _WHOLE:
