@@ -227,5 +227,6 @@ def _summed(others: Collection[PeerId], phases: Sequence[Mapping[PeerId, Swap]])
             bytes_sent=sum(part.bytes_sent for part in parts),
             bytes_received=sum(part.bytes_received for part in parts),
             seconds=sum(part.seconds for part in parts),
+            ended_s=math.nan,
         )
     return result

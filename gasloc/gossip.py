@@ -345,4 +345,5 @@ def joined(first: Swap, second: Swap) -> Swap:
         bytes_sent=first.bytes_sent + second.bytes_sent,
         bytes_received=first.bytes_received + second.bytes_received,
         seconds=sum(seconds),
+        ended_s=math.nan,
     )

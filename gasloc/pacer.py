@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from gasloc import overlap, pacing, turns
-from gasloc.pacing import Pace
+from gasloc.pacing import Pace, Transfer, busy_s
 from gasloc.recipe import Recipe
 from gasloc.round_result import RoundResult
 from gasloc.turns import Links, Turns
@@ -82,31 +82,35 @@ class Pacer:
         alone, as the wait for a late partner must not make us look slow ourselves. And the rounds in which this peer
         trades from now on.
         """
-        seconds = {peer: swap.seconds for peer, swap in result.swaps.items() if swap.answer is Answer.ACCEPT}
-        longest_s = max(seconds.values(), default=math.nan)
+        transfers = {
+            peer: Transfer(swap.seconds, swap.ended_s)
+            for peer, swap in result.swaps.items()
+            if swap.answer is Answer.ACCEPT
+        }
+        transfers_s = busy_s(transfers.values())
         once = self._paced() and self._pairs_once()
-        transfer_s = self._own_transfer_s(own, seconds, len(result.swaps)) if once else longest_s
+        transfer_s = self._own_transfer_s(own, transfers, len(result.swaps)) if once else transfers_s
         unhidden_s = overlap.unhidden_s(transfer_s, result.waited_s)
         own = replace(own, exchange_time_s=pacing.smooth(own.exchange_time_s, unhidden_s))
         if once:
             round_s = self._round_s(own)
-            self._late_s = self._lateness_s(own, result, longest_s, round_s)
+            self._late_s = self._lateness_s(own, result, transfers_s, round_s)
             self.turns, self._why_turns = turns.choose(
                 self._links, own.step_time_s, round_s, previous=self.turns, round=result.next_round
             )
         return own.exchange_time_s, self.turns
 
-    def _own_transfer_s(self, own: Status, seconds: Mapping[PeerId, float], asked: int) -> float:
+    def _own_transfer_s(self, own: Status, transfers: Mapping[PeerId, Transfer], asked: int) -> float:
         """What transfers with partners, of those `asked`, tell of our own link; they are counted."""
         training, round_s = self._others.training(), self._round_s(own)
         told = []
-        for peer, took_s in seconds.items():
+        for peer, transfer in transfers.items():
             theirs_s = math.nan
             if peer in training:
                 status = training[peer].status
                 its = Turns(status.trade_every, status.trade_round)
                 theirs_s = max(status.exchange_time_s, turns.least_exchange_s(its, round_s))
-            told.append((took_s, theirs_s))
+            told.append(replace(transfer, theirs_s=theirs_s))
         transfer_s = pacing.own_transfer_s(self._links.average_s, told)
         self._links.count(transfer_s, asked, len(told), self.turns)
         return transfer_s
@@ -114,7 +118,7 @@ class Pacer:
     def _round_s(self, own: Status) -> float | None:
         return pacing.round_length_s(list(self._paces(own).values()), self._recipe.local_steps)
 
-    def _lateness_s(self, own: Status, result: RoundResult, longest_s: float, round_s: float | None) -> float:
+    def _lateness_s(self, own: Status, result: RoundResult, transfers_s: float, round_s: float | None) -> float:
         """How late this peer is for the next round: never where there is nobody else to be late for.
 
         Under overlap nobody is waited for at once; a jump is to others.
@@ -124,7 +128,7 @@ class Pacer:
             return 0.0
         if not mine.known:
             mine = Pace(own.step_time_s, 0.0)
-        spent_s = turns.spent_s(mine, longest_s, result.waited_s, tried=bool(result.swaps))
+        spent_s = turns.spent_s(mine, transfers_s, result.waited_s, tried=bool(result.swaps))
         return turns.late_after(mine, result.local_steps, spent_s, round_s, self._late_s)
 
     def _paced(self) -> bool:

@@ -9,7 +9,7 @@ updates, "DyLU", of Liu et al., arXiv 2401.09135, where the link's time counts a
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gasloc import topology as topologies
@@ -66,20 +66,46 @@ def smooth(previous: float, measured: float, share: float = SMOOTHING_SHARE) -> 
     return previous + share * (measured - previous)
 
 
-def own_transfer_s(previous: float, transfers_s: Iterable[tuple[float, float]]) -> float:
-    """What a round's transfers, made at the same time, tell of one's own link, seconds; NaN where nothing.
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Tensors traded with one partner, both ways at once."""
 
-    `transfers_s` holds for each partner how long the transfer took, and the exchange time that the partner publishes
-    (0 or not finite: unknown). A transfer is as slow as the slower of the two links. So one that took more than twice
-    as long as another is its partner's; and so is one whose partner is known to need more than twice our `previous`
-    average, and that took no more than twice what the partner says. Of the others the longest counts: one's own link
-    carries them together. A `previous` of 0 or not finite stands for no average yet.
+    seconds: float
+    """How long it took."""
+    ended_s: float = math.nan
+    """When it ended, by the same clock as others of the round; not a number: unknown."""
+    theirs_s: float = 0.0
+    """The exchange time that the partner publishes, seconds; 0 or not finite: unknown."""
+
+
+def busy_s(transfers: Collection[Transfer]) -> float:
+    """For how long at least one of these was under way, seconds; NaN where there are none.
+
+    That is what a link was busy that carried them, whether its partners came together or one after the other. Where
+    an end is unknown they are taken to have been under way together: the longest counts.
+    """
+    if not all(math.isfinite(each.ended_s) for each in transfers):
+        return max((each.seconds for each in transfers), default=math.nan)
+    total_s, covered_s = 0.0, -math.inf
+    for each in sorted(transfers, key=lambda each: each.ended_s - each.seconds):
+        total_s += max(each.ended_s - max(each.ended_s - each.seconds, covered_s), 0.0)
+        covered_s = max(covered_s, each.ended_s)
+    return total_s if transfers else math.nan
+
+
+def own_transfer_s(previous: float, transfers: Iterable[Transfer]) -> float:
+    """What a round's transfers tell of one's own link, seconds; NaN where nothing.
+
+    A transfer is as slow as the slower of the two links. So one that took more than twice as long as another is its
+    partner's; and so is one whose partner is known to need more than twice our `previous` average, and that took no
+    more than twice what the partner says. Of the others it counts how long they kept the link busy (`busy_s`). A
+    `previous` of 0 or not finite stands for no average yet.
     """
     told = [
-        seconds for seconds, theirs in transfers_s if _is_time(seconds) and not _explains(theirs, seconds, previous)
+        each for each in transfers if _is_time(each.seconds) and not _explains(each.theirs_s, each.seconds, previous)
     ]
-    shortest = min(told, default=math.nan)
-    return max((seconds for seconds in told if seconds <= _FAR * shortest), default=math.nan)
+    shortest_s = min((each.seconds for each in told), default=math.nan)
+    return busy_s([each for each in told if each.seconds <= _FAR * shortest_s])
 
 
 def beside_partners(paces: Mapping[str, Pace], topology: str, *, round: int, me: str, seed: int) -> dict[str, Pace]:

@@ -143,8 +143,8 @@ def late_after(own: Pace, steps: int, exchange_s: float, round_s: float | None, 
     """How late a peer begins the round after, seconds: by what it did longer than the others. Negative: it is early.
 
     `own`: its pace as of the round that it ended; `steps`: what it took in it; `late_s`: how late it began it.
-    `exchange_s`: of the longest transfer of the round, its own link's or its partner's, as far as training could not
-    hide it; where no trade came about, what was waited for one in vain, `own.exchange_time_s` at most; not a number
+    `exchange_s`: for how long transfers were under way, on its own slow link or its partner's, as far as training could
+    not hide it; where no trade came about, what was waited for one in vain, `own.exchange_time_s` at most; not a number
     where there was nobody to trade with: then it takes as long as the others. The wait for partners that were late
     themselves does not count, else those would make others take fewer steps, too, for nothing. A tenth of a round is
     in time, and more than two rounds are counted as two.
@@ -156,12 +156,12 @@ def late_after(own: Pace, steps: int, exchange_s: float, round_s: float | None, 
     return max(min(over_s, _MOST_LATE * round_s), -_MOST_LATE * round_s) if abs(over_s) > _KEEP * round_s else 0.0
 
 
-def spent_s(own: Pace, longest_s: float, waited_s: float, *, tried: bool) -> float:
+def spent_s(own: Pace, transfers_s: float, waited_s: float, *, tried: bool) -> float:
     """What a round's exchange took of a peer's time, as `late_after` wants it, seconds.
 
-    `longest_s`: of its transfers, not a number where none came about; `waited_s`: what training stood still for;
-    `tried`: whether there was anybody to trade with.
+    `transfers_s`: for how long any was under way, not a number where none came about; `waited_s`: what training stood
+    still for; `tried`: whether there was anybody to trade with.
     """
-    if tried and math.isnan(longest_s):
+    if tried and math.isnan(transfers_s):
         return min(waited_s, own.exchange_time_s)
-    return unhidden_s(longest_s, waited_s)
+    return unhidden_s(transfers_s, waited_s)

@@ -4,6 +4,7 @@ Two implementations, held to one contract test suite: `peers.stream_exchange.Str
 streams, or over in-memory pipes) and `peers.memory_exchange.MemoryExchange` (one process, no bytes).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -104,6 +105,8 @@ class Swap:
     bytes_received: int = 0
     seconds: float = 0.0
     """Of the transfer, without the wait for the partner; of the wait, where no transfer began."""
+    ended_s: float = math.nan
+    """When the transfer ended, by the clock of the event loop. Not a number where it did not, or was several."""
 
 
 class Exchange(Protocol):

@@ -278,8 +278,9 @@ class MemoryExchange:
                 wait.end(Swap(Answer.REFUSED, str(error)))
             return
         if self._hub.carry is None:
-            ours.end(swaps[0])
-            theirs.end(swaps[1])
+            ended_s = asyncio.get_running_loop().time()
+            ours.end(replace(swaps[0], ended_s=ended_s))
+            theirs.end(replace(swaps[1], ended_s=ended_s))
             return
         carrying = self._carry(self._hub.carry, other, (ours, theirs), swaps)
         ours.transfer = theirs.transfer = asyncio.get_running_loop().create_task(carrying)
@@ -324,9 +325,9 @@ class MemoryExchange:
                 wait.end(Swap(Answer.BROKEN, f"{broken}: one of them left"))
             raise
         else:
-            seconds = loop.time() - began
-            ours.end(replace(swaps[0], seconds=seconds))
-            theirs.end(replace(swaps[1], seconds=seconds))
+            ended_s = loop.time()
+            ours.end(replace(swaps[0], seconds=ended_s - began, ended_s=ended_s))
+            theirs.end(replace(swaps[1], seconds=ended_s - began, ended_s=ended_s))
         finally:
             for leg in legs:
                 leg.cancel()

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -215,6 +216,7 @@ class StreamExchange:
             bytes_sent=met.wire.sent_bytes,
             bytes_received=met.wire.received_bytes,
             seconds=loop.time() - started,
+            ended_s=loop.time() if swap.answer is Answer.ACCEPT else math.nan,
         )
 
     async def _send_and_receive(self, met: Meeting, slot: Slot, offer: Offer, body: Bodies) -> Swap:

@@ -1,6 +1,7 @@
 """What every `Exchange` promises, tried on each implementation and each transport."""
 
 import asyncio
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -146,9 +147,14 @@ async def test_a_partner_that_is_late_is_waited_for(world: World) -> None:
         waiting = asyncio.create_task(swap_one(early, late.me, Offer(small(1.0)), round))
         await world.pause()
         assert not waiting.done()
+        clock = asyncio.get_running_loop().time
+        came_s = clock()
         from_early = await swap_one(late, early.me, Offer(small(2.0)), round)
+        from_late = await waiting
         assert equal(got(from_early), small(1.0))
-        assert equal(got(await waiting), small(2.0))
+        assert equal(got(from_late), small(2.0))
+        for swap in (from_early, from_late):  # the wait is no part of the transfer
+            assert came_s <= swap.ended_s - swap.seconds <= swap.ended_s <= clock()
 
 
 @in_every_world
@@ -184,6 +190,7 @@ async def test_a_partner_that_does_not_come_is_behind(world: World) -> None:
     a, b = await pair(world)
     swap = await swap_one(a, b.me, Offer(small(1.0)), 1, SHORT_S)
     assert swap.answer is Answer.BEHIND, swap.reason
+    assert math.isnan(swap.ended_s), "no transfer began"
     assert swap.their_round is None
     assert swap.tensors is None
     await b.swap(Slot(2), {}, timeout_s=SHORT_S)

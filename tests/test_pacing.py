@@ -9,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gasloc.errors import RecipeError
-from gasloc.pacing import Pace, beside_partners, local_steps, own_transfer_s, round_length_s, smooth
+from gasloc.pacing import (
+    Pace,
+    Transfer,
+    beside_partners,
+    busy_s,
+    local_steps,
+    own_transfer_s,
+    round_length_s,
+    smooth,
+)
 from gasloc.topology import row
 
 # A busy machine may take any time for one example.
@@ -303,7 +312,8 @@ def test_a_smoothed_time_lies_between_the_two(previous: float, measured: float, 
 def test_which_transfers_tell_of_our_own_link(
     previous: float, transfers_s: list[tuple[float, float]], own_s: float
 ) -> None:
-    assert own_transfer_s(previous, transfers_s) == pytest.approx(own_s, nan_ok=True)
+    transfers = [Transfer(seconds, theirs_s=theirs_s) for seconds, theirs_s in transfers_s]
+    assert own_transfer_s(previous, transfers) == pytest.approx(own_s, nan_ok=True)
 
 
 @anytime
@@ -311,12 +321,45 @@ def test_which_transfers_tell_of_our_own_link(
 def test_our_own_link_is_one_of_the_transfers_and_near_the_shortest(
     previous: float, transfers_s: list[tuple[float, float]]
 ) -> None:
-    own_s = own_transfer_s(previous, transfers_s)
+    own_s = own_transfer_s(previous, [Transfer(seconds, theirs_s=theirs_s) for seconds, theirs_s in transfers_s])
     counted = [seconds for seconds, _ in transfers_s]
     assert math.isnan(own_s) or own_s in counted
     # whoever has an average no larger than anybody's words is told nothing new by a transfer it cannot blame
     if transfers_s and all(theirs <= 2 * previous for _, theirs in transfers_s):
         assert own_s <= 2 * min(counted)
+
+
+@pytest.mark.parametrize(
+    ("spans", "busy"),
+    [
+        ([], math.nan),
+        ([(2.0, 5.0)], 2.0),
+        # at once, one after the other, and overlapping, whatever their order
+        ([(2.0, 5.0), (2.0, 5.0)], 2.0),
+        ([(1.0, 7.0), (2.0, 5.0)], 3.0),
+        ([(1.5, 6.0), (1.6, 5.5)], 2.1),
+        ([(3.0, 6.0), (1.0, 5.0)], 3.0),
+        # ends that are not known
+        ([(2.0, math.nan), (1.0, 5.0)], 2.0),
+    ],
+)
+def test_a_link_is_busy_for_as_long_as_any_transfer_is_under_way(spans: list[tuple[float, float]], busy: float) -> None:
+    assert busy_s([Transfer(*span) for span in spans]) == pytest.approx(busy, nan_ok=True)
+
+
+@anytime
+@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 100)), min_size=1, max_size=6), st.randoms())
+def test_busy_time_lies_between_the_longest_and_the_sum(spans: list[tuple[float, float]], mixer: random.Random) -> None:
+    busy = busy_s([Transfer(*span) for span in spans])
+    assert max(seconds for seconds, _ in spans) - 1e-9 <= busy <= sum(seconds for seconds, _ in spans) + 1e-9
+    mixer.shuffle(spans)
+    assert busy_s([Transfer(*span) for span in spans]) == pytest.approx(busy)
+
+
+def test_partners_that_come_apart_do_not_make_a_slow_link_look_faster() -> None:
+    together = [Transfer(2.0, 10.0, 0.2), Transfer(2.0, 10.0, 0.2)]
+    apart = [Transfer(1.5, 9.5, 0.2), Transfer(1.5, 10.0, 0.2)]
+    assert own_transfer_s(2.0, together) == own_transfer_s(2.0, apart) == 2.0
 
 
 def swarm(slow_s: float, count: int = PEERS) -> dict[str, Pace]:
@@ -388,7 +431,7 @@ def rounds_under_a_slow_link(seed: int, slow_s: float, topology: str) -> float:
                     averages[name].exchange_time_s,
                     own_transfer_s(
                         averages[name].exchange_time_s,
-                        [(took_s[name, o], averages[o].exchange_time_s) for o in graph[name]],
+                        [Transfer(took_s[name, o], theirs_s=averages[o].exchange_time_s) for o in graph[name]],
                     ),
                 ),
             )

@@ -3,12 +3,13 @@
 import asyncio
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gasloc import overlap, pacing, rounds, turns
 from gasloc.clipping import Clipped
 from gasloc.events import Evaluation, Event, Round
 from gasloc.inner import learning_rate
+from gasloc.pacing import Transfer
 from gasloc.simulation.conditions import Conditions
 from gasloc.simulation.rules import Rule
 from gasloc.simulation.world import State, World
@@ -43,20 +44,22 @@ class Traffic:
     """The most local steps between sending and taking the outcome."""
     transfer_s: float = 0.0
     """Without the wait for partners that were late."""
-    transfers_s: dict[PeerId, float] = field(default_factory=dict)
-    """The same by partner."""
+    transfers: dict[PeerId, Transfer] = field(default_factory=dict)
+    """The latest with each partner."""
 
     def add(self, swaps: Mapping[PeerId, Swap]) -> None:
         """Counts the outcome of one exchange."""
         self.tried = self.tried or bool(swaps)
         self.asked = max(self.asked, len(swaps))
-        self.transfer_s += max((swap.seconds for swap in swaps.values() if swap.answer is Answer.ACCEPT), default=0.0)
+        made = {
+            peer: Transfer(swap.seconds, swap.ended_s) for peer, swap in swaps.items() if swap.answer is Answer.ACCEPT
+        }
+        self.transfers |= made
+        self.transfer_s += pacing.busy_s(made.values()) if made else 0.0
         for peer, swap in swaps.items():
             self.bytes_sent += swap.bytes_sent
             self.bytes_received += swap.bytes_received
-            if swap.answer is Answer.ACCEPT:
-                self.transfers_s[peer] = self.transfers_s.get(peer, 0.0) + swap.seconds
-            else:
+            if swap.answer is not Answer.ACCEPT:
                 self.failures[f"{peer}: {swap.reason}"] = None
 
     @property
@@ -197,7 +200,7 @@ class Worker:
             worker.peer: max(worker.pace.exchange_time_s, turns.least_exchange_s(worker.turns, round_s))
             for worker in training
         }
-        told = [(seconds, known.get(peer, math.nan)) for peer, seconds in traffic.transfers_s.items()]
+        told = [replace(each, theirs_s=known.get(peer, math.nan)) for peer, each in traffic.transfers.items()]
         transfer_s = pacing.own_transfer_s(self._links.average_s, told)
         self._links.count(transfer_s, traffic.asked, len(told), self.turns)
         return transfer_s
@@ -221,8 +224,8 @@ class Worker:
             return 0.0
         if not own.known:
             own = pacing.Pace(self.conditions.step_time_s, 0.0)
-        longest_s = max(traffic.transfers_s.values(), default=math.nan)
-        spent_s = turns.spent_s(own, longest_s, traffic.waited_s, tried=traffic.tried)
+        transfers_s = pacing.busy_s(traffic.transfers.values())
+        spent_s = turns.spent_s(own, transfers_s, traffic.waited_s, tried=traffic.tried)
         return turns.late_after(own, steps, spent_s, round_s, self._late_s)
 
     def _pairs_once(self) -> bool:
