@@ -116,7 +116,7 @@ Scenario = Callable[[World], Coroutine[Any, Any, None]]
 
 
 async def _over_libp2p(scenario: Scenario, folder: Path) -> None:
-    async with asyncio.timeout(30), AsyncExitStack() as stack:
+    async with asyncio.timeout(60), AsyncExitStack() as stack:
         await scenario(Libp2pWorld(folder, stack))
 
 
