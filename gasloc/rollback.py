@@ -10,6 +10,7 @@ from gasloc.errors import RunError
 from gasloc.progress import Progress
 from gasloc.replica import Replica
 from gasloc.shared_state import SharedState
+from peers.codec import is_finite
 from peers.exchange import Tensors
 
 _MOST = 3
@@ -91,7 +92,7 @@ class Rollback:
 
 def not_finite(tensors: Tensors) -> str | None:
     """The first tensor that holds what is not finite."""
-    return next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None)
+    return next((name for name, tensor in tensors.items() if not is_finite(tensor)), None)
 
 
 def words(reasons: Sequence[str]) -> str:
