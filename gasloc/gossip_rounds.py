@@ -90,12 +90,15 @@ class GossipRounds:
         self._mixed_bytes = 0
         """What the outcomes taken since the last local step held."""
         self._stepped_s: float | None = None
+        self._steps_since = 0
+        """Local steps since a result was told."""
         rollback.before = self._take_without_progress
 
     def after_step(self) -> None:
         """Takes what came, exchanges what is due, and tells of rounds that came to their end."""
         if self._stepped_s is not None:
             self._choice.count_step(time.perf_counter() - self._stepped_s)
+        self._steps_since += 1
         for flight in self._flights:
             flight.age += 1
         while self._flights and (self._flights[0].outcome.done() or self._flights[0].age >= self._flights[0].bound):
@@ -242,8 +245,9 @@ class GossipRounds:
         if now > ended.next_round:  # its exchange was made in a later round than that in which it was sent
             reason = f"behind: our partners took us to their round, and training goes on in round {now}"
             ended = replace(ended, next_round=now, next_reason=reason)
+        steps, self._steps_since = self._steps_since, 0
         with torch.enable_grad():
-            self._on_round(tally.result(ended))
+            self._on_round(replace(tally.result(ended), steps_since=steps))
 
     def _close_round(self) -> Ended:
         """Has local steps count in the next round from now on."""

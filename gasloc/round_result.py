@@ -40,6 +40,11 @@ class RoundResult:
 
     waited_s: float = 0.0
     """What of `exchange_s` training stood still for: all of it, or what an overlap could not hide."""
+    steps_since: int | None = None
+    """Local steps since the result before this one; None: `local_steps`.
+
+    Under overlap a round's outcome comes while the next one is trained, so steps of both lie between two results.
+    """
     overlap_steps: int = 0
     """The most local steps that were taken between sending and taking the outcome (tau); 0: training waited."""
     overlap_reason: str = ""

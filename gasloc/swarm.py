@@ -8,6 +8,7 @@ with Swarm.join(PeerOptions(identity_path=Path("me.key"), initial_peers=("/ip4/.
 
 import concurrent.futures
 import contextlib
+import math
 import queue
 import secrets
 import threading
@@ -259,7 +260,8 @@ class Swarm:
         self._earned = (self._earned if self._stale else result.round) + 1
         now = time.monotonic()
         took_s = now - self._round_started if seconds is None else seconds
-        step_s = max(took_s - result.waited_s, 0.0) / result.local_steps
+        steps = result.local_steps if result.steps_since is None else result.steps_since
+        step_s = max(took_s - result.waited_s, 0.0) / steps if steps else math.nan
         self._round_started = now
         if result.partners:
             self._partners = result.partners

@@ -287,6 +287,7 @@ def test_hand_worked() -> None:
     assert optimizer.snapshot()[1]["anchor/w"].tolist() == [0.25] * 3
     (result,) = results
     assert (result.round, result.local_steps, result.next_round, result.overlap_steps) == (0, 4, 1, 3)
+    assert result.steps_since == 7, "its four, and three of the next round"
     assert result.partners == ("partner",)
     assert result.waited_s <= result.exchange_s
     assert network.sent[0]["w"].shape == (3,)
@@ -298,7 +299,7 @@ def test_hand_worked() -> None:
     assert network.sent[1]["w"].tolist() == [0.25 - 0.5] * 3
     # mix 0.75, theta_new = 0.25 + 0.5 * 0.5
     assert model.w.tolist() == [0.5] * 3
-    assert [result.round for result in results] == [0, 1]
+    assert [(result.round, result.steps_since) for result in results] == [(0, 7), (1, 1)]
 
 
 def test_what_travels_does_not_follow_training() -> None:
@@ -335,7 +336,7 @@ def test_without_steps_in_between_it_is_the_blocking_form_bit_for_bit() -> None:
             take(model, optimizer, 4)
             optimizer.take_outcomes()
         assert [result.round for result in results] == [0, 1, 2, 3, 4]
-        assert all(result.overlap_steps == 0 for result in results)
+        assert all((result.overlap_steps, result.steps_since) == (0, 4) for result in results)
         ends.append(model.w.detach().clone())
     assert torch.equal(*ends)
 
