@@ -1,7 +1,7 @@
 """Reading the members from those that hold them: in memory streams, with holders that die, forge and flood."""
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -111,6 +111,21 @@ class Swarm:
         self.asked.append(ask)
         return store.answer(ask)
 
+    async def replace(self, name: str, page: Callable[[int], Page]) -> list[Ask]:
+        """Another node in a holder's place; `page`: its answer to its first question, its second, and so on.
+
+        Returns the questions that it was asked so far.
+        """
+        asked: list[Ask] = []
+
+        def answer(ask: Ask) -> Page:
+            asked.append(ask)
+            return page(len(asked))
+
+        self.network.leave(name)
+        await RecordDesk(self.network.join(name), answer).start()
+        return asked
+
     def watcher(self, reader: PeerId) -> Watcher:
         return Watcher(Holding(self.network, self.names, reader))
 
@@ -194,14 +209,7 @@ async def test_a_liar_among_the_holders_is_not_believed_and_hides_nobody(swarm: 
         Change(PEOPLE[7].peer_id, float("nan"), bytes(64), b"junk"),
         Change.of(PEOPLE[8].peer_id, own(PEOPLE[8], life_s=1e6).record, now() + 1e6),
     )
-    swarm.network.leave("h0")
-    asked: list[Ask] = []
-
-    def lie(ask: Ask) -> Page:
-        asked.append(ask)
-        return Page(b"lies....", len(asked), lies, more=True, held=True)
-
-    await RecordDesk(swarm.network.join("h0"), lie).start()
+    asked = await swarm.replace("h0", lambda number: Page(b"lies....", number, lies, more=True, held=True))
     assert await a.look() == HOLDERS
     assert {peer: member.status.round for peer, member in a.view.items()} == {
         good.peer: 4,
@@ -219,14 +227,7 @@ async def test_endless_pages_of_what_is_known_already_end_a_look_after_so_many(s
     await b.look(good)
     await a.look()
     known = (Change.of(good.peer, good.record, good.expires),)
-    swarm.network.leave("h0")
-    asked: list[Ask] = []
-
-    def flood(ask: Ask) -> Page:
-        asked.append(ask)
-        return Page(b"endless.", len(asked), known, more=True, held=True)
-
-    await RecordDesk(swarm.network.join("h0"), flood).start()
+    asked = await swarm.replace("h0", lambda number: Page(b"endless.", number, known, more=True, held=True))
     for look in range(1, 3):
         late = own(PEOPLE[look])
         await b.look(late)
@@ -241,14 +242,7 @@ async def test_a_slow_holder_is_read_for_some_seconds_of_a_look(swarm: Swarm, mo
     monkeypatch.setattr("peers.roll._MOST_PAGES_S", 0.0)
     a = swarm.watcher("a")
     a.holding.names = ["h0"]
-    swarm.network.leave("h0")
-    asked: list[Ask] = []
-
-    def slow(ask: Ask) -> Page:
-        asked.append(ask)
-        return Page(b"slow....", len(asked), more=len(asked) < 5)
-
-    await RecordDesk(swarm.network.join("h0"), slow).start()
+    asked = await swarm.replace("h0", lambda number: Page(b"slow....", number, more=number < 5))
     for look in range(1, 4):
         assert await a.look() == 1
         assert [ask.number for ask in asked] == list(range(look)), "the next look reads on"
